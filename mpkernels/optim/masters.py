@@ -122,7 +122,11 @@ def align(params: Iterable[Tensor], states: States) -> list[Tensor]:
             new = true_weight(part, {"master": master})
             changed.append(~((new == master) | (new.isnan() & master.isnan())).all())
             master.copy_(new)
-            part.copy_(new)  # changes weights on ties, where a split master was loaded
+            rounded = new.to(part.dtype)
+            # They differ on ties, where a split master was loaded. Else the weight isn't written: a backward that
+            # steps parameters may still need it, and refuses a weight with another version.
+            if part.is_meta or not torch.equal(rounded, part):
+                part.copy_(rounded)
     return changed
 
 

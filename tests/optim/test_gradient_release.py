@@ -266,3 +266,25 @@ def test_grads_can_be_clipped_after_remove():
     for micro in accumulate([1.0], 1, optimizer, max_norm=1.0):
         micro.backward(weight.sum())
     assert (weight < 1).all()
+
+
+@pytest.mark.parametrize("released_first", [False, True])
+@pytest.mark.parametrize("master", ["split", "fp32"])
+def test_the_first_backward_after_a_load_steps_a_deep_model(master, released_first):
+    """The first step compares all masters with their weights, some of which the backward still needs."""
+    models = [deep_network(4).to(B16) for _ in range(2)]
+    ours, plain = (AdamW(it.parameters(), master=master, guard=False) for it in models)
+    models[1](torch.ones(8, 64, dtype=B16)).float().square().mean().backward()
+    plain.step()
+    if released_first:
+        ours.release_grads()
+    models[0].load_state_dict(models[1].state_dict())
+    ours.load_state_dict(plain.state_dict())
+    if not released_first:
+        ours.release_grads()
+    for seed in range(2):
+        for model, optimizer in zip(models, (ours, plain), strict=True):
+            optimizer.zero_grad()
+            model(torch.full((8, 64), 1.0 + seed, dtype=B16)).float().square().mean().backward()
+            optimizer.step()
+    assert all(map(same_bits, models[0].parameters(), models[1].parameters()))
