@@ -171,7 +171,7 @@ def a_process_without_grads_joins(rank):
 
 def an_error_while_grads_are_read_is_raised_by_all(rank):
     """If unscale_ or clip_grad_norm_ fails in one process, all raise, and none clips."""
-    for module, name in ((inf_check, "unscale_list_"), (clipping, "of_each_device")):
+    for module, name in ((inf_check, "unscale_list_"), (clipping, "stats_by_device")):
         params, scaler = params_on((mesh_of("fsdp2"), [Shard(0)]), None), GradScaler("cpu", init_scale=4.0)
         scaler.scale(torch.ones(()))
         optimizer, text = AdamW(params), "of this process" if rank == 1 else "has failed in another process"
