@@ -112,12 +112,8 @@ class OverflowReport(Report):
         if self.scale is not None:
             writer.add_scalar("overflow/scale", self.scale, step)
         for culprit in self.culprits:
-            for kind, value in {
-                "inf": culprit.infs,
-                "nan": culprit.nans,
-                "largest": culprit.largest,
-                "zeros": culprit.zeros,
-            }.items():
+            counts = {"inf": culprit.infs, "nan": culprit.nans}
+            for kind, value in (counts | {"largest": culprit.largest, "zeros": culprit.zeros}).items():
                 writer.add_scalar(f"overflow/{kind}/{culprit.name}", value, step)
 
     def _parts(self) -> list[str | Table]:
@@ -144,18 +140,9 @@ def _table(gradients: Sequence[Gradient]) -> Table:
     for gradient in gradients:
         name = gradient.name if len(gradient.name) <= WIDTH else "..." + gradient.name[3 - WIDTH :]
         first = "" if gradient.first is None else str(list(gradient.first))
+        place = name, str(gradient.group), str(list(gradient.shape))
         counts = str(gradient.infs), str(gradient.nans)
-        cells.append(
-            (
-                name,
-                str(gradient.group),
-                str(list(gradient.shape)),
-                *counts,
-                first,
-                f"{gradient.largest:.3g}",
-                f"{gradient.zeros:.1%}",
-            )
-        )
+        cells.append((*place, *counts, first, f"{gradient.largest:.3g}", f"{gradient.zeros:.1%}"))
     if any(it.rank is not None for it in gradients):
         ranks = ["rank", *(str(it.rank) for it in gradients)]
         cells = [(row[0], rank, *row[1:]) for row, rank in zip(cells, ranks, strict=True)]

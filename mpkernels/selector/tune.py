@@ -79,9 +79,9 @@ def tune(model: nn.Module, *inputs: Any, process_group: Any = None, **keywords: 
             found = {case: _timed(case, make) for case, make in asked.items()}
     except Exception as raised:  # the others must hear of it
         error = raised
-    first_ranks = {case.for_all_ranks(): it for case, it in found.items()}
-    first_ranks = processes.from_first_rank("tune", first_ranks, error, process_group)
-    known = {case: first_ranks[case.for_all_ranks()] for case in asked if case.for_all_ranks() in first_ranks}
+    agreed = {case.for_all_ranks(): it for case, it in found.items()}
+    agreed = processes.from_first_rank("tune", agreed, error, process_group)
+    known = {case: agreed[case.for_all_ranks()] for case in asked if case.for_all_ranks() in agreed}
     for case, it in known.items():
         selector.tuned.pop(case, None)  # the newest comes last
         selector.tuned[case] = it.best

@@ -74,9 +74,9 @@ def gated_tile(chip: str, x: Tensor, gate_weight: Tensor, up_weight: Tensor, pre
 def dact_tile(chip: str, dy: Tensor, weight: Tensor, saved: Tensor | None, makes_h: bool, precision: str) -> Tile:
     """Return the tile of a product whose end holds three numbers per element, or four if one of them is h."""
     product = tile(chip, dy, weight, precision) if saved is None or saved.stride(1) == 1 else UNEVEN
-    return (
-        product._replace(BLOCK_N=product.BLOCK_N // 2) if makes_h else product
-    )  # gelu spills registers in the wider tile
+    if makes_h:  # gelu spills registers in the wider tile
+        product = product._replace(BLOCK_N=product.BLOCK_N // 2)
+    return product
 
 
 def dgated_tile(chip: str, dy: Tensor, weight: Tensor, z: Tensor, activation: str, precision: str) -> Tile:
