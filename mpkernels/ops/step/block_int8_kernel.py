@@ -29,11 +29,11 @@ def step_int8_block(
     STEP: tl.constexpr,
 ):  # fmt: skip
     """NOT_NEGATIVE: a bit for each state, which decides its code."""
-    _, grad_at, states_at, _, _, _, grad_dtype, _, _ = arrays
+    states_at = arrays.states
     has_block = None if mask is None else block < blocks
     optional = states_at[len(states_at) - 1] != 0
     words, halves, remainders = load_weight(arrays, at, mask)
-    grad_words, grad_halves = load_raw(grad_at, grad_dtype, None, at, mask, mask is None)
+    grad_words, grad_halves = load_raw(arrays.grad, arrays.grad_dtype, None, at, mask, mask is None)
     codes, states = (), ()
     state_codes, state_scales = tl.zeros(at.shape, tl.int8), tl.zeros(block.shape, tl.float32)  # of a missing state
     for i in tl.static_range(len(states_at)):
@@ -43,7 +43,8 @@ def step_int8_block(
             state_codes, state_scales = load_codes(states_at[i], scales + i * blocks, at, mask, block, has_block)
         codes += ((state_codes, state_scales),)
     factor, rule_scalars = scalars
-    weight, grad = weight_of(words, halves, remainders, arrays), widen(grad_words, grad_halves, grad_dtype) * factor
+    weight = weight_of(words, halves, remainders, arrays)
+    grad = widen(grad_words, grad_halves, arrays.grad_dtype) * factor
     for i in tl.static_range(len(states_at)):
         states += (int8.decode(codes[i][0], codes[i][1], NOT_NEGATIVE >> i & 1),)
     weight, states = STEP(weight, grad, states, optional, rule_scalars)

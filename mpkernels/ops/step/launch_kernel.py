@@ -73,9 +73,9 @@ def step_kernel(
         STATES, NEEDED,
     )  # fmt: skip
     arrays = moved(arrays, begin, NEEDED)
-    if HAS_FP64 and arrays[5] == FP64:
+    if HAS_FP64 and arrays.dtype == FP64:
         step_span(arrays, size, scalars, True, NEEDED, STEP)
-    elif HAS_INT8 and arrays[7] == INT8:
+    elif HAS_INT8 and arrays.state_dtype == INT8:
         scales = tl.load(row + row_words.SCALES).to(tl.pointer_type(tl.float32))
         whole: tl.constexpr = COUNT if HAS_OPTIONAL or DTYPE is None else BLOCK  # else 3 states or any dtype spill
         step_int8(
