@@ -1,14 +1,15 @@
 """The compile gate notices kernels that got worse."""
 
-import json
 import os
 from pathlib import Path
 
 import pytest
+from triton.compiler import ASTSource
+from triton.runtime import JITFunction
 
 from tests.proof.gate import measure
 from tests.proof.gate.launches import Launch
-from tests.proof.gate.limits import SHARED_LIMIT, Section, regressions
+from tests.proof.gate.limits import SHARED_LIMIT, Section, of_chips, regressions
 
 GOOD = {"registers": 40, "spills": 0, "stack": 0, "shared": 1024, "load128": 4, "HGMMA": 8, "loads": 5}
 KERNEL = "kernel", "sm_90"
@@ -56,24 +57,32 @@ def test_only_limits_count_beside_another_compilers_table():
         assert len(complaints("13.1", **change)) == 1
 
 
+def test_kernels_for_chips_that_are_left_out_are_not_missed():
+    table = Section("13.0", {KERNEL: GOOD, ("kernel", "sm_80"): GOOD})
+    assert of_chips(table, ("sm_90", "sm_75")) == Section("13.0", {KERNEL: GOOD})
+
+
 def test_kernels_that_only_one_side_has_are_named():
     some, none = Section("13.0", {KERNEL: GOOD | {"spills": 2}}), Section("13.0", {})
     assert len([*regressions(some, none)]) == 2  # new, and it spills
     assert len([*regressions(none, some)]) == 1
 
 
+def formula():
+    """Stand for a rule's formula, and for the kernel that is given it."""
+
+
 def test_a_launch_names_the_functions_that_a_kernel_is_given():
     """Rules share a kernel and differ in these functions. Without names, launches of two rules would look alike."""
-    specialization = {
-        "signature": {"rows": "*i64", "STATES": "constexpr", "STEP": "constexpr"},
-        "constant_keys": [[1], [2]],
-        "constant_vals": [1, {"jit_function": "mpkernels.ops.step.rules.lion_triton:step"}],
-        "attrs_keys": [[0]],
-        "attrs_vals": [[["tt.divisibility", 16]]],
-        "options": {"num_warps": 4, "enable_fp_fusion": False},
-    }
-    launch = Launch("mpkernels.ops.step.launch_kernel", "step_kernel", "sm_90", json.dumps(specialization))
-    kernel = "launch_kernel.step_kernel(*i64:16, STATES=1, STEP=lion_triton.step)"
+    function = JITFunction(formula)
+    source = ASTSource(
+        function,
+        {"rows": "*i64", "STATES": "constexpr", "STEP": "constexpr"},
+        {(1,): 1, (2,): function},
+        {(0,): [["tt.divisibility", 16]]},
+    )
+    launch = Launch(source, "sm_90", {"num_warps": 4, "enable_fp_fusion": False})
+    kernel = "test_gate.formula(*i64:16, STATES=1, STEP=test_gate.formula)"
     assert launch.name == f"{kernel} num_warps=4 enable_fp_fusion=False"
 
 
@@ -82,9 +91,14 @@ USAGE = """
   REG:40 STACK:16 SHARED:1024 LOCAL:8 CONSTANT[0]:600 TEXTURE:0 SURFACE:0 SAMPLER:0
 """
 CODE = """
-		Function : kernel
-        /*0000*/                   LDC R1, c[0x0][0x28] ;                 /* 0x00000a00ff017b82 */
+	.target	sm_90a
+//--------------------- .text.kernel         --------------------------
+	.section	.text.kernel,"ax",@progbits
+kernel:
+.text.kernel:
+        /*0000*/                   LDC R1, c[0x0][0x28] ;
         /*0010*/              @!P0 LDG.E.128.CONSTANT R8, desc[UR4][R2.64] ;
+.L_x_1:
         /*0020*/                   LDG.E.64 R4, desc[UR4][R2.64] ;
         /*0030*/              @P1  STL.64 [R1+0x8], R4 ;
         /*0040*/                   LDL R5, [R1+0x8] ;

@@ -1,17 +1,17 @@
 """Records the launches of users: each op's Triton launcher runs on CPU tensors, and nothing is compiled."""
 
 import importlib
-import json
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import MagicMock, patch
 
 import torch
 from torch.utils._pytree import tree_map
-from triton import knobs
 from triton.backends.compiler import GPUTarget
-from triton.runtime import KernelInterface, driver
+from triton.compiler import ASTSource
+from triton.runtime import JITFunction, KernelInterface, driver
 
 from mpkernels import ops
 from mpkernels.ops import _registry
@@ -30,42 +30,32 @@ TARGETS = {
 
 
 class Launch(NamedTuple):
-    module: str
-    kernel: str
+    source: ASTSource  # the kernel, its arguments' types and alignment, and the constants
     chip: str
-    specialization: str  # types, alignment, constants and options as Triton serializes them for JITFunction.preload
+    options: dict[str, Any]
+
+    @property
+    def kernel(self) -> tuple[str, str]:
+        return self.source.fn.module, self.source.fn.__name__
 
     @property
     def name(self) -> str:
         """The launch in Triton's notation, where :16 marks a pointer or size that is known to be a multiple of 16."""
-        it = json.loads(self.specialization)
-        constants = {path: value for (path, *_), value in zip(it["constant_keys"], it["constant_vals"], strict=True)}
-        aligned = {
-            path
-            for (path, *_), attributes in zip(it["attrs_keys"], it["attrs_vals"], strict=True)
-            if ["tt.divisibility", 16] in attributes
-        }
+        constants = {path: value for (path, *_), value in self.source.constants.items()}
+        aligned = {path for (path, *_), it in self.source.attrs.items() if ["tt.divisibility", 16] in it}
         arguments = [
             f"{name}={_short(constants[i])}" if i in constants else f"{kind}:16" if i in aligned else str(kind)
-            for i, (name, kind) in enumerate(it["signature"].items())
+            for i, (name, kind) in enumerate(self.source.signature.items())
         ]
-        options = [f"{option}={it['options'][option]}" for option in ("num_warps", "enable_fp_fusion")]
-        return f"{self.module.rpartition('.')[2]}.{self.kernel}({', '.join(arguments)}) {' '.join(options)}"
-
-    def find_kernel(self) -> Any:
-        for value in json.loads(self.specialization)["constant_vals"]:
-            if function := _function(value):
-                importlib.import_module(function.partition(":")[0])  # Triton finds only functions that it has seen
-        return getattr(importlib.import_module(self.module), self.kernel)
-
-
-def _function(constant: Any) -> str:
-    """Return module:name if a constant is a function, such as a rule's formula; else nothing."""
-    return str(constant.get("jit_function", "")) if isinstance(constant, dict) else ""
+        options = [f"{option}={self.options[option]}" for option in ("num_warps", "enable_fp_fusion")]
+        module, kernel = self.kernel
+        return f"{module.rpartition('.')[2]}.{kernel}({', '.join(arguments)}) {' '.join(options)}"
 
 
 def _short(constant: Any) -> Any:
-    return _function(constant).rpartition(".")[2].replace(":", ".") or constant
+    """Return module.name if a constant is a function, such as a rule's formula."""
+    is_function = isinstance(constant, JITFunction)
+    return f"{constant.module.rpartition('.')[2]}.{constant.__name__}" if is_function else constant
 
 
 class NoGpu:
@@ -87,30 +77,34 @@ class NoGpu:
 def record() -> tuple[list[Launch], list[str]]:
     """Return the launches of all ops on all chips, and a line for each launcher that failed or kernel that nobody
     launched."""
-    launches: dict[Launch, None] = {}
+    launches: list[Launch] = []
 
-    def note(*, fn: Any, compile: Any, **_: Any) -> bool:
-        launches[Launch(fn.module, fn.name, driver.active.chip, compile["specialization_data"])] = None
-        return True  # don't compile
+    def note(source: ASTSource, *, options: dict[str, Any], **_: Any) -> Any:
+        launches.append(Launch(source, driver.active.chip, options))
+        return MagicMock()  # a kernel that does nothing
 
-    knobs.runtime.jit_cache_hook = note
     problems = []
-    for chip in TARGETS:
-        driver.set_active(NoGpu(chip))
-        for op in _registry._ops.values():
-            if op.triton_module in _triton_modules() and _runs_on(chip, op):
-                before = len(launches)
-                try:
-                    for arguments in _calls(op, chip):
-                        op.triton(*arguments)
-                except Exception as error:  # whatever a launcher throws
-                    problems.append(f"{op.name} on {chip}: {error!r}")
-                else:
+    with patch("triton.compiler.compile", note):
+        for chip in TARGETS:
+            driver.set_active(NoGpu(chip))
+            for op in _registry._ops.values():
+                if op.triton_module in _triton_modules() and _runs_on(chip, op):
+                    before = len(launches)
+                    problems += _launch(op, chip)
                     if len(launches) == before:
                         problems.append(f"{op.name} on {chip}: its Triton kernel was not launched")
-    launched = {launch[:2] for launch in launches}
+    launched = {launch.kernel for launch in launches}
     problems += [f"{'.'.join(kernel)}: no op launched it" for kernel in _kernels() if kernel not in launched]
-    return list(launches), problems
+    return launches, problems
+
+
+def _launch(op: _registry.Op, chip: str) -> list[str]:
+    try:
+        for arguments in _calls(op, chip):
+            op.triton(*arguments)
+    except Exception as error:  # whatever a launcher throws
+        return [f"{op.name} on {chip}: {error!r}"]
+    return []
 
 
 def _runs_on(chip: str, op: _registry.Op) -> bool:

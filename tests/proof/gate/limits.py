@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -49,6 +49,12 @@ def read() -> dict[str, Section]:
         )
         for compiler, section in json.loads(PATH.read_text()).items()
     }
+
+
+def of_chips(section: Section, chips: Container[str]) -> Section:
+    return section._replace(
+        kernels={(kernel, chip): it for (kernel, chip), it in section.kernels.items() if chip in chips}
+    )
 
 
 def write(sections: dict[str, Section]) -> None:
