@@ -4,13 +4,15 @@ import pytest
 import torch
 
 import mpkernels
-from mpkernels.amp import find_nonfinite, to_mixed
+from mpkernels.amp import accumulate, find_nonfinite, to_mixed
 from mpkernels.optim import SGD, AdamW, Masters
 
 TAKE_A_MODEL = {
     "memory_report": mpkernels.memory_report,
     "compare_memory": lambda it: mpkernels.compare_memory(it, lambda model: model(torch.ones(1, 2)).sum()),
     "tune": mpkernels.tune,
+    "advise": mpkernels.doctor.advise,
+    "accumulate": lambda it: accumulate([], 1, AdamW([torch.ones(1, requires_grad=True)]), model=it),
     "to_mixed": to_mixed,
     "find_nonfinite": find_nonfinite,
     "overflow_report": lambda it: AdamW([torch.ones(1, requires_grad=True)]).overflow_report(it),
@@ -28,6 +30,14 @@ TAKE_A_MODEL = {
 def test_an_argument_that_is_no_model_is_refused(name, value):
     with pytest.raises(TypeError, match=f"^{name}: model must be a torch.nn.Module, got {type(value).__name__}$"):
         TAKE_A_MODEL[name](value)
+
+
+def test_memory_report_and_advise_name_what_else_is_wrong():
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(TypeError, match=r"^memory_report: optimizer must be a torch.optim.Optimizer, got function$"):
+        mpkernels.memory_report(model, lambda model: model(torch.ones(1, 2)).sum())
+    with pytest.raises(TypeError, match=r"^advise: dtype must be a torch.dtype, got 'bf16'$"):
+        mpkernels.doctor.advise(model, "bf16")
 
 
 @pytest.mark.parametrize("make", [AdamW, lambda params: Masters(torch.optim.SGD(params, 0.1)), SGD])

@@ -1,4 +1,4 @@
-"""Calls a model with a batch of any kind, and refuses what is no model."""
+"""Calls a model with a batch of any kind, and refuses what is no model or no optimizer."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,6 +11,11 @@ def call(model: Module, batch: Any) -> Any:
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(*batch) if isinstance(batch, tuple | list) else model(batch)
+
+
+def refuse_no_optimizer(op: str, optimizer: object) -> None:
+    if not (hasattr(optimizer, "step") and hasattr(optimizer, "param_groups")):
+        raise TypeError(f"{op}: optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
 
 
 def refuse_no_model(op: str, model: object) -> None:

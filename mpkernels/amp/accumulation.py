@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mpkernels._shared.call_model import refuse_no_model, refuse_no_optimizer
 from mpkernels._shared.parameters import params_of, unwrapped
 from mpkernels.amp.clipping import clip_grad_norm_
 from mpkernels.amp.inf_check import given_group
@@ -84,6 +85,11 @@ def accumulate(
     """
     if not isinstance(every, int) or every < 1:
         raise ValueError(f"accumulate: every, the number of batches in a group, must be an int above 0, got {every!r}")
+    refuse_no_optimizer("accumulate", optimizer)
+    if model is not None:
+        refuse_no_model("accumulate", model)
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise TypeError(f"accumulate: scaler must be a torch.amp.GradScaler or None, got {type(scaler).__name__}")
     if max_norm is not None and not max_norm > 0:
         raise ValueError(f"accumulate: max_norm must be above 0, got {max_norm}")
     release = getattr(unwrapped(optimizer), "_release", None)

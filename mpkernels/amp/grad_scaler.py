@@ -79,7 +79,7 @@ class GradScaler(torch.amp.GradScaler):
         if self._scaling != "dynamic":
             self._growth_factor = self._backoff_factor = 1.0
         if schedule is not None:
-            self._init_scale = schedule(0)
+            self._init_scale = scalings.scale_at(schedule, 0)
 
     @property
     def step_was_skipped(self) -> Tensor | None:
@@ -229,7 +229,7 @@ class GradScaler(torch.amp.GradScaler):
                 self._ledgers.count(self._per_optimizer_states, overflows)
                 self._was_skipped.send(overflows)
             if self._schedule is not None:
-                scale.fill_(self._schedule(self._updates + 1))
+                scale.fill_(scalings.scale_at(self._schedule, self._updates + 1))
         self._updates += 1
         self._per_optimizer_states.clear()
 

@@ -35,12 +35,12 @@ def unscale_(grads: Grads, inv_scale: Tensor, attempts: dict[torch.device, Attem
 
 def look(grads: Grads, scale: Tensor) -> FoundInf:
     """Return whether the grads will hold an inf or NaN once they are unscaled. A scale below 1 enlarges them, so finite
-    grads count as well if their unscaled norm is too large for fp32."""
+    grads count as well if their unscaled norm is too large for fp32, or NaN: a scale of 0 makes NaN of grads of 0."""
     found_infs = []
     for device, (_, grads_there) in grads.items():
         stats = grad_stats(grads_there)
         norm = stats.total_sumsq.sqrt() / put_on(device, scale)
-        found_infs.append(torch.maximum(stats.found_inf, (norm > torch.finfo(torch.float32).max).float()))
+        found_infs.append(torch.maximum(stats.found_inf, (~(norm <= torch.finfo(torch.float32).max)).float()))
     return _together(found_infs, scale.device)
 
 

@@ -72,6 +72,8 @@ def to_mixed(
     for name, param, goal in goals:
         _check(name, param, goal, dtype)
     engine = None if optimizer is None else _checked("to_mixed", optimizer)
+    if engine is not None and not any(param in set(params_of(engine)) for param in model.parameters()):
+        raise ValueError("to_mixed: optimizer must hold parameters of the model, got one that holds none of them")
     with torch.no_grad():
         for _, param, goal in goals:
             _set(param, param.to(goal) if engine is None else _with_master(param, goal, engine))

@@ -56,6 +56,14 @@ def _schedule(scaling: Any) -> Schedule:
     return Steps(scaling)
 
 
+def scale_at(schedule: Schedule, updates: int) -> float:
+    """Return the scale of a schedule, which a user's function may get wrong."""
+    scale = schedule(updates)
+    if not 0 < scale < math.inf:
+        raise ValueError(f"GradScaler: scaling must return finite scales above 0, got {scale} after {updates} updates")
+    return scale
+
+
 def set_to(new_scale: float | Tensor, scale: Tensor) -> None:
     """Set a scale to a number, or to the value of a tensor of one element."""
     if isinstance(new_scale, int | float) and not isinstance(new_scale, bool):

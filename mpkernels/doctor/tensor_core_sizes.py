@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from mpkernels._shared.call_model import refuse_no_model
 from mpkernels.nn import LinearAct
 
 _ROW = 16  # bytes: the widest loads need rows whose length is a multiple of this
@@ -29,6 +30,9 @@ def advise(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> list[Advice
     >>> mpkernels.doctor.advise(torch.nn.Linear(768, 50257))
     [Advice(where='Linear', problem='out_features=50257 is no multiple of 8', remedy='50304 is')]
     """
+    refuse_no_model("advise", model)
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"advise: dtype must be a torch.dtype, got {dtype!r}")
     found, multiple = [], _ROW // dtype.itemsize
     for name, module in model.named_modules():
         where = f"{name} ({type(module).__name__})" if name else type(module).__name__

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mpkernels._shared.call_model import refuse_no_model
+from mpkernels._shared.call_model import refuse_no_model, refuse_no_optimizer
 from mpkernels._shared.parameters import unwrapped
 from mpkernels._shared.report_tables import Report, Table
 from mpkernels._shared.saved_for_backward import saved_storages
@@ -85,6 +85,8 @@ def memory_report(
             model on the meta device, which can't run, is reported without it.
     """
     refuse_no_model("memory_report", model)
+    if optimizer is not None:
+        refuse_no_optimizer("memory_report", optimizer)
     params = list(model.parameters())
     optimizer = unwrapped(optimizer)
     device = params[0].device if params else torch.device("cpu")

@@ -1,5 +1,7 @@
 """Frees grads inside the backward, for release_grads: each is kept in 16 bits, or its parameter steps alone."""
 
+import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -7,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from mpkernels._shared.parameters import group_of, params_of, set_grad_dtype
 from mpkernels._torch_private.sharded import is_fsdp1s
@@ -20,6 +23,8 @@ from mpkernels.optim.plan import Plan, Verdict
 from mpkernels.optim.step_outcome import is_guarded
 
 Release = Callable[[Tensor], None]
+
+_last_release = WeakIdKeyDictionary()  # of each parameter, as a weak reference: its hooks keep it alive
 
 _SUMMED_UP = (
     "which sums up grads after they are released; leave it out, or end it by the remove() of what release_grads "
@@ -59,6 +64,7 @@ class GradientRelease:
     def _add(self, param: Tensor, release: Release) -> None:
         self._widths[param] = param.grad_dtype
         self._hooks.append(param.register_post_accumulate_grad_hook(self._hook(release)))
+        _last_release[param] = weakref.ref(self)
 
     def _hook(self, release: Release) -> Release:
         def after_accumulation(param: Tensor) -> None:
@@ -140,6 +146,20 @@ class GradientRelease:
         for param, width in self._widths.items():
             if param.grad is None:
                 set_grad_dtype(param, width)
+
+
+def end_of_others(name: str, params: Sequence[Tensor]) -> None:
+    """End what an earlier optimizer's release_grads does to these parameters: it would go on to step them, also where
+    nobody holds that optimizer any more."""
+    releases = [release for it in params if (known := _last_release.get(it)) is not None and (release := known())]
+    for release in releases:
+        if release.is_on:
+            release.remove()
+            warnings.warn(
+                f"{name}: params have an earlier optimizer whose release_grads() steps or frees their grads; it has "
+                "been ended, for this optimizer would get none",
+                stacklevel=2,
+            )
 
 
 def _narrow(param: Tensor) -> None:

@@ -174,7 +174,10 @@ def _advise_on_forward(first: FirstNonFinite | None) -> str:
             f"{first} was the first to give an inf or NaN, of finite inputs. In fp16, compute it in fp32 or bf16; else "
             "look at what it computes: a division, a root, a logarithm, an exponential."
         )
-    return f"{first} was the first module to give an inf or NaN, and got it as an input: look at the data."
+    return (
+        f"{first} was the first module to give an inf or NaN, and got it as an input: look at the data, and at what "
+        "the model computes between its modules."
+    )
 
 
 def _advise_on_gradients(gradients: Sequence[Gradient], culprits: Sequence[Gradient], scale: float | None) -> str:
@@ -182,7 +185,8 @@ def _advise_on_gradients(gradients: Sequence[Gradient], culprits: Sequence[Gradi
     if not culprits:
         return (
             "No gradient here is inf or NaN: one of another process is, or one was whose parameter has left the "
-            "optimizer, or their norm is beyond fp32 once a scale below 1 is taken off."
+            "optimizer, or a loss scale below 1 is to blame, which makes finite gradients overflow when it is taken "
+            "off. Give the scaler a min_scale."
         )
     if len(culprits) > 1 and all(it.nans > 0 for it in gradients):
         has_scale = scale is not None and scale > 1

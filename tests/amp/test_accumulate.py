@@ -169,6 +169,12 @@ def test_misuse_is_refused():
         accumulate([], optimizer, 4)
     with pytest.raises(ValueError, match="max_norm must be above 0, got 0"):
         accumulate([], 1, optimizer, max_norm=0.0)
+    with pytest.raises(TypeError, match=r"optimizer must be a torch.optim.Optimizer, got Linear"):
+        accumulate([], 1, torch.nn.Linear(1, 1))
+    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got SGD"):
+        accumulate([], 1, optimizer, model=optimizer)
+    with pytest.raises(TypeError, match=r"scaler must be a torch.amp.GradScaler or None, got bool"):
+        accumulate([], 1, optimizer, scaler=True)
     with pytest.raises(ValueError, match=r"weigh must give a group more than 0 in all, got \[0.0, 0.0\]"):
         next(accumulate([1, 1], 2, optimizer, weigh=lambda _: 0))
     for weights in ([-1.0, 3.0], [float("inf"), 1.0]):

@@ -74,6 +74,16 @@ def test_impossible_options_are_refused(options, text):
         GradScaler("cpu", **options)
 
 
+@pytest.mark.parametrize("bad", [0.0, -2.0, float("inf"), float("nan")])
+def test_a_schedule_that_returns_no_scale_is_refused(bad):
+    scaler = GradScaler("cpu", scaling=lambda updates: 8.0 if updates < 2 else bad)
+    with pytest.raises(ValueError, match=f"^GradScaler: scaling must return finite .*, got {bad} after 2 updates$"):
+        scales(scaler, [0, 0])
+    assert scaler.get_scale() == 8.0
+    with pytest.raises(ValueError, match=r"after 0 updates$"):
+        GradScaler("cpu", scaling=lambda _: bad)
+
+
 def test_bounds_may_meet():
     """If min_scale is max_scale, the scale stays, and overflows are still counted."""
     scaler = GradScaler("cpu", init_scale=4.0, min_scale=4.0, max_scale=4.0, growth_interval=1)

@@ -70,6 +70,15 @@ def test_to_mixed_refuses_another_librarys_optimizer():
     assert model[0].weight.dtype == F32
 
 
+def test_to_mixed_refuses_the_optimizer_of_another_model():
+    model = network()
+    with pytest.raises(
+        ValueError, match=r"^to_mixed: optimizer must hold parameters of the model, got one that holds n"
+    ):
+        to_mixed(model, optimizer=AdamW(network().parameters()))
+    assert model[0].weight.dtype == F32
+
+
 def test_to_full_refuses():
     model = to_mixed(network())
     with pytest.raises(

@@ -30,6 +30,16 @@ def test_a_finite_grad_that_overflows_when_unscaled_skips_the_step(target, make)
     assert (param < 1).all()
 
 
+@every_optimizer
+def test_a_scale_that_has_fallen_to_0_skips_each_step(target, make):
+    """Grads of a loss that is scaled by 0 are 0. With torch's scaler they become NaN, and so do the parameters."""
+    param, optimizer = one_param(make, target.device)
+    scaler = GradScaler(target.device.type, init_scale=0.0)
+    assert iterate(scaler, param, optimizer) == 0.0
+    assert param.tolist() == [1.0] * 3
+    assert scaler.step_was_skipped
+
+
 def test_one_optimizer_may_have_grads_of_every_dtype():
     params = [torch.ones(3, dtype=dtype, requires_grad=True) for dtype in DTYPES]
     for bad in (None, 0, 1, 2, 3):

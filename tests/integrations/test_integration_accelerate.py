@@ -8,7 +8,7 @@ from torch.testing import assert_close
 
 from mpkernels import Metrics, memory_report
 from mpkernels.amp import to_full, to_mixed
-from mpkernels.optim import AdamW
+from mpkernels.optim import AdamW, Masters
 from tests import libraries
 from tests.networks import B16, batch, network
 
@@ -80,12 +80,13 @@ def test_a_model_is_converted_and_converted_back_with_the_optimizer_that_acceler
         to_mixed(model, optimizer=theirs)
 
 
+@pytest.mark.parametrize("make", [AdamW, lambda *args, **options: Masters(torch.optim.AdamW(*args, **options))])
 @pytest.mark.parametrize("tells", [True, False])
-def test_schedules_wait_for_a_skipped_step_with_tell_skips_alone(tells):
+def test_schedules_wait_for_a_skipped_step_with_tell_skips_alone(tells, make):
     """Without ``tell_skips``, Accelerate doesn't notice skips."""
     Accelerator(cpu=True)
     model = network()
-    inner = AdamW(model.parameters(), lr=LR)
+    inner = make(model.parameters(), lr=LR)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**100, backoff_factor=2.0**-90)
     optimizer = AcceleratedOptimizer(inner, device_placement=False, scaler=scaler)
     optimizer = tell_skips(optimizer) if tells else optimizer

@@ -8,7 +8,7 @@ import torch
 from torch.testing import assert_close
 
 from mpkernels.amp import GradScaler
-from mpkernels.optim import AdamW
+from mpkernels.optim import AdamW, Masters
 from tests.networks import B16, F16, batch, network
 
 pytest.importorskip("lightning", reason="needs the extra integrations")
@@ -148,6 +148,10 @@ def test_lightnings_own_refusals_stay():
         MixedPrecision("16")
 
 
+def masters_of_torchs(params, max_norm, **options):
+    return Masters(torch.optim.AdamW(params, **options), max_norm=max_norm)
+
+
 class KeepingLogger(Logger):
     """Keeps the metrics that it gets."""
 
@@ -163,8 +167,9 @@ class KeepingLogger(Logger):
         self.kept.append((step, metrics))
 
 
-def test_the_optimizers_metrics_are_logged(tmp_path):
-    module, logger = Module(AdamW, max_norm=MAX_NORM), KeepingLogger()
+@pytest.mark.parametrize("make", [AdamW, masters_of_torchs])
+def test_the_optimizers_metrics_are_logged(tmp_path, make):
+    module, logger = Module(make, max_norm=MAX_NORM), KeepingLogger()
     scaler = GradScaler("cpu", init_scale=2.0**60, backoff_factor=2.0**-50)
     options = {"logger": logger, "callbacks": [LogMixedPrecision()], "log_every_n_steps": 2}
     trainer = fit(module, "16-mixed", tmp_path, clip=None, scaler=scaler, **options)

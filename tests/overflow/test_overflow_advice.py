@@ -53,7 +53,12 @@ def test_the_suggestion_follows_from_the_grads(text, case):
     [
         (1.0, -10.0, "1.1 (Root) was the first to give an inf or NaN, of finite inputs. In fp16, compute it in fp32 "),
         (1.0, NAN, "The weights of 0 (Linear) are not finite: an earlier step has spoiled them."),
-        (NAN, 0.0, "0 (Linear) was the first module to give an inf or NaN, and got it as an input: look at the data."),
+        (
+            NAN,
+            0.0,
+            "0 (Linear) was the first module to give an inf or NaN, and got it as an input: look at the data, and at "
+            "what the model computes between its modules.",
+        ),
         (
             0.0,
             1.0,

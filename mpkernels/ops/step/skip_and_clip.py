@@ -6,6 +6,8 @@ import math
 import torch
 from torch import Tensor
 
+_LARGEST = torch.finfo(torch.float32).max
+
 
 def grad_factor(like: Tensor, grad_scale: Tensor | None, total_sumsq: Tensor | None, max_norm: float) -> Tensor:
     """Return the factor that unscales and clips the grads, in fp64, on the device of ``like``."""
@@ -27,10 +29,12 @@ def _unscaled_norm(grad_scale: Tensor | None, total_sumsq: Tensor) -> Tensor:
 
 def _is_skipped(grad_scale: Tensor | None, found_inf: Tensor | None, total_sumsq: Tensor | None) -> Tensor | None:
     """Return whether the step is skipped. A scale below 1 can make finite grads overflow when they are unscaled: their
-    norm is then beyond fp32."""
+    norm is then beyond fp32. So is the inverse of a scale that is 0 or nearly so."""
     is_skipped = None if found_inf is None else found_inf.reshape(()) != 0
-    if grad_scale is not None and total_sumsq is not None:
-        is_beyond = _unscaled_norm(grad_scale, total_sumsq) > torch.finfo(torch.float32).max
+    if grad_scale is not None:
+        is_beyond = ~(_unscale_factor(grad_scale, grad_scale) <= _LARGEST)
+        if total_sumsq is not None:
+            is_beyond |= _unscaled_norm(grad_scale, total_sumsq) > _LARGEST
         is_skipped = is_beyond if is_skipped is None else is_skipped | is_beyond
     return is_skipped
 

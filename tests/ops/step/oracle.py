@@ -64,9 +64,9 @@ def snapshot(model) -> SimpleNamespace:
 def assert_step(before, after, grads, hypers, grad_scale=None, found_inf=None, max_norm=math.inf):
     """Compare snapshots before and after a step. ``hypers`` has those of each parameter, with factors of 1 or -1."""
     grads = [grad.detach().cpu().double() for grad in grads]
-    unscale = 1.0 if grad_scale is None else torch.tensor(1 / grad_scale, dtype=F32).item()
+    unscale = 1.0 if grad_scale is None else (1 / torch.tensor(grad_scale, dtype=F64)).float().item()
     norm = math.sqrt(sum(grad.square().sum().item() for grad in grads)) * unscale if max_norm < math.inf else 0.0
-    if found_inf or (grad_scale is not None and norm > torch.finfo(F32).max):
+    if found_inf or not math.isfinite(unscale) or (grad_scale is not None and norm > torch.finfo(F32).max):
         for name in STORED:
             assert all(map(same_bits, getattr(before, name), getattr(after, name))), f"{name} moved in a skipped step"
         return

@@ -66,6 +66,17 @@ def test_a_step_is_skipped_if_unscaling_overflows(target, grad, grad_scale, move
     assert all(map(same_bits, model.params, before)) != moves
 
 
+@pytest.mark.parametrize("max_norm", [1.0, math.inf])
+@pytest.mark.parametrize(("grad_scale", "moves"), [(0.0, False), (2.0**-130, False), (math.nan, False), (1e-38, True)])
+def test_a_step_is_skipped_if_the_scales_inverse_overflows(target, grad_scale, moves, max_norm):
+    """Grads of 0 would become NaN."""
+    model = Model(sizes=(5,), weights=WEIGHTS[:1], grads=(F32,), states=(F32,), device=target.device)
+    before = [tensor.clone() for tensor in model.params]
+    model.step([torch.zeros_like(grad) for grad in model.grads(0)], grad_scale=grad_scale, max_norm=max_norm)
+    assert {step.item() for step in model.steps} == {float(moves)}
+    assert all(map(same_bits, model.params, before)) != moves
+
+
 def test_a_norm_beyond_fp32_is_no_overflow_without_a_scale(target):
     model = Model(sizes=(2,), weights=WEIGHTS[:1], grads=(F32,), states=(F32,), device=target.device)
     model.step([torch.full_like(grad, 3e38) for grad in model.grads(0)], max_norm=1.0)
