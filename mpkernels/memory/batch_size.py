@@ -61,10 +61,14 @@ def find_max_batch_size(
     if (input_shape is None) == (make_batch is None):
         got = "neither" if make_batch is None else "both"
         raise TypeError(f"find_max_batch_size: input_shape or make_batch must be given, got {got}")
+    if not isinstance(input_shape, Sequence | None):
+        raise TypeError(f"find_max_batch_size: input_shape must be the shape of one example, got {input_shape!r}")
     model = model_or_step if isinstance(model_or_step, nn.Module) else None
     params = [] if model is None else list(model.parameters())
     if model is not None:
         measure.refuse_meta("find_max_batch_size", model)
+        if not any(it.requires_grad for it in params):
+            raise ValueError("find_max_batch_size: model must have a parameter to train, got one without")
         restore = [model, *restore]
     device = torch.device(device or (params[0].device if params else machines_device()))
     # A model from to_mixed casts its inputs itself.

@@ -70,9 +70,10 @@ def test_a_step_gets_the_batch_as_it_was_made():
     [
         ({}, "input_shape or make_batch must be given, got neither"),
         ({"input_shape": (2,), "make_batch": torch.ones}, "input_shape or make_batch must be given, got both"),
+        ({"input_shape": 8}, "input_shape must be the shape of one example, got 8"),
     ],
 )
-def test_input_shape_or_make_batch_must_be_given(options, says):
+def test_a_shape_or_make_batch_must_be_given(options, says):
     with pytest.raises(TypeError, match=f"^find_max_batch_size: {says}$"):
         mpkernels.find_max_batch_size(network(), **options)
 
@@ -82,3 +83,8 @@ def test_a_model_whose_output_depends_on_no_weight_is_refused():
     frozen.register_parameter("other", nn.Parameter(torch.ones(())))
     with pytest.raises(ValueError, match="model must return tensors that depend on its weights"):
         mpkernels.find_max_batch_size(frozen, (20,))
+
+
+def test_a_model_without_a_parameter_to_train_is_refused():
+    with pytest.raises(ValueError, match="model must have a parameter to train, got one without"):
+        mpkernels.find_max_batch_size(network().requires_grad_(False), (20,))
