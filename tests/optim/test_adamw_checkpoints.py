@@ -91,13 +91,15 @@ def test_another_rules_state_is_refused(saved, loads):
     assert (other.param_groups[0]["lr"], dict(other.state)) == (0.5, {})
 
 
-T = torch.optim
-
-
 @pytest.mark.parametrize("is_stepped", [False, True])
 @pytest.mark.parametrize(
     ("saved", "loads", "missing"),
-    [(T.SGD, AdamW, "betas"), (SGD, AdamW, "betas"), (T.RMSprop, SGD, "dampening"), (T.Adagrad, SGD, "momentum")],
+    [
+        (torch.optim.SGD, AdamW, "betas"),
+        (SGD, AdamW, "betas"),
+        (torch.optim.RMSprop, SGD, "dampening"),
+        (torch.optim.Adagrad, SGD, "momentum"),
+    ],
 )
 def test_groups_that_lack_an_option_are_refused_before_anything_changes(saved, loads, missing, is_stepped):
     """Without states, the groups alone tell that another class has saved them."""
