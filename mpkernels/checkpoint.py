@@ -6,16 +6,20 @@ all before it.
 
 import copy
 import hashlib
+import io
 import os
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import NoneType
 from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from mpkernels._shared.files import replacing
 from mpkernels._shared.parameters import are_any_sharded, params_of
@@ -29,6 +33,7 @@ __all__ = ["load", "save"]
 _MARK, _VERSION = b"mpkernels checkpoint ", b"0001"
 _DIGEST = hashlib.sha256
 _END = len(_MARK) + len(_VERSION) + _DIGEST().digest_size
+_READABLE = (dict, OrderedDict, list, tuple, Tensor, nn.Parameter, str, int, float, bool, NoneType)  # if all inside is
 
 
 def save(path: str | os.PathLike[str], **objects: Any) -> None:
@@ -39,7 +44,8 @@ def save(path: str | os.PathLike[str], **objects: Any) -> None:
     Args:
         path: the file. It changes in a single moment, after everything has reached the disk.
         objects: by name. An object with a ``state_dict`` is saved by it; other values have to be such as
-            ``torch.load(weights_only=True)`` takes: tensors, numbers, strings, and lists and dicts of them.
+            ``torch.load(weights_only=True)`` takes: tensors, numbers, strings, and lists and dicts of them. Values
+            that it wouldn't take are refused; ``torch.serialization.add_safe_globals`` allows more classes.
     """
     if not objects:
         raise ValueError("checkpoint.save: objects must be given by name, as in model=model, got none")
@@ -51,6 +57,50 @@ def save(path: str | os.PathLike[str], **objects: Any) -> None:
         torch.save(states, summed)
         summed.write(_MARK + _VERSION)
         file.write(summed.digest.digest())
+        file.flush()
+        if unsafe := get_unsafe_globals_in_checkpoint(file.name):  # reads no tensor
+            _refuse_unreadable(states, unsafe)
+
+
+def _refuse_unreadable(states: dict[str, Any], unsafe: list[str]) -> None:
+    """Raise, and name the value that a load would refuse because of these unsafe classes and functions."""
+    visited: set[int] = set()
+    found = (_unreadable_in(name, value, visited) for name, value in states.items())
+    value: Any
+    place, value = next(filter(None, found), ("objects", None))
+    if is_lazy(value):
+        raise ValueError(f"checkpoint.save: {place} must be initialised, got a lazy parameter; run a forward first")
+    got = ", ".join(unsafe) if value is None else f"{type(value).__module__}.{type(value).__qualname__}"
+    raise TypeError(
+        f"checkpoint.save: {place} must be a tensor, number, string, list, dict or another value that load reads, got "
+        f"{got}; convert it (NumPy's values by tolist()), or allow its class by torch.serialization.add_safe_globals"
+    )
+
+
+def _unreadable_in(place: str, value: Any, visited: set[int]) -> tuple[str, Any] | None:
+    """Return the innermost value that a load would refuse, and its place."""
+    if id(value) in visited:
+        return None
+    visited.add(id(value))
+    for inner_place, inner in _inside(place, value):
+        if found := _unreadable_in(inner_place, inner, visited):
+            return found
+    if type(value) in _READABLE:
+        return None
+    data = io.BytesIO()
+    torch.save(value, data)
+    data.seek(0)
+    return (place, value) if get_unsafe_globals_in_checkpoint(data) else None
+
+
+def _inside(place: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        yield from ((f"a key of {place}", key) for key in value)
+        yield from ((f"{place}[{key!r}]", inner) for key, inner in value.items())
+    elif isinstance(value, list | tuple):
+        yield from ((f"{place}[{i}]", inner) for i, inner in enumerate(value))
+    if type(value) in _READABLE:  # torch.save keeps what a user has set on a tensor
+        yield from ((f"{place}.{name}", inner) for name, inner in getattr(value, "__dict__", {}).items())
 
 
 def _refuse_parts(objects: dict[str, Any], states: dict[str, Any]) -> None:

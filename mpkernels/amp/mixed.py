@@ -187,16 +187,17 @@ def _set(param: Tensor, value: Tensor) -> None:
 
 
 def _with_master(param: Tensor, goal: torch.dtype, optimizer: Engine) -> Tensor:
-    """Return the rounded weight, and put the unrounded one, its master, into the optimizer's state."""
+    """Return the rounded weight, and put its master into the optimizer's state."""
     group = next((group for group in optimizer.param_groups if any(it is param for it in group["params"])), None)
     if group is None or goal == torch.float32 or param.dtype != torch.float32:
         return param.to(goal)
-    rounded, remainder = split(param.detach(), goal)
-    scheme = group["master"]
+    known, scheme = optimizer.state[param], group["master"]
+    master = masters.before_rounding(param, goal, known) if optimizer._is_loaded else param.detach()
+    rounded, remainder = split(master, goal)
     state = param_state.create(optimizer._rule, rounded, group)
-    masters.drop_unfit(optimizer.state[param], param)
-    state.update(optimizer.state[param])
-    state[masters.KEYS[scheme]] = remainder if scheme == "split" else param.detach()
-    masters.mark(state, rounded)
+    masters.drop_unfit(known, param)
+    state.update(known)
+    state[masters.KEYS[scheme]] = remainder if scheme == "split" else master
+    masters.mark(state, goal)
     optimizer.state[param] = state
-    return rounded if scheme == "split" else param.to(goal)
+    return rounded if scheme == "split" else master.to(goal)

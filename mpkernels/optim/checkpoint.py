@@ -1,7 +1,7 @@
 """Saves and loads an optimizer's state. Unlike torch, loading doesn't round a state to its parameter's dtype."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -56,7 +56,7 @@ def loading(optimizer: Any) -> Iterator[None]:
         states, groups = dict(loaded["state"]), []
         if [len(it["params"]) for it in loaded["param_groups"]] != [len(it["params"]) for it in optimizer.param_groups]:
             return loaded  # torch refuses it
-        for group, saved in zip(optimizer.param_groups, loaded["param_groups"], strict=True):
+        for i, (group, saved) in enumerate(zip(optimizer.param_groups, loaded["param_groups"], strict=True)):
             _refuse_twice(op, saved["params"])
             groups.append(saved | {key: group[key] for key in group_options.GROUP_OPTIONS})
             for param, number in zip(group["params"], saved["params"], strict=True):
@@ -65,6 +65,7 @@ def loading(optimizer: Any) -> Iterator[None]:
                     _check(op, rule.ops.rule, number, state, param)
                     home = home_of(optimizer, param)
                     states[number] = _Adopted(param_state.adopt(rule, name, home, state, saved, group["state_dtype"]))
+            _refuse_other_group(op, optimizer, i, saved)
         return loaded | {"state": states, "param_groups": groups}
 
     hook = optimizer.register_load_state_dict_pre_hook(adopt)
@@ -83,11 +84,30 @@ def taken_over(state: dict[str, Any]) -> dict[str, Any]:
     return state | {"state": defaultdict(dict, states), "_is_loaded": True}
 
 
+def refuse_no_dict(op: str, name: str, given: object) -> None:
+    if not isinstance(given, Mapping):
+        raise TypeError(f"{op}: {name} must be a dict, got {type(given).__name__}")
+
+
 def refuse_other_dict(op: str, loaded: dict[str, Any]) -> None:
     """Raise if this is no optimizer's state dict, but a model's, for example."""
+    refuse_no_dict(op, "state_dict", loaded)
     if not {"state", "param_groups"} <= loaded.keys():
         got = ", ".join(map(str, list(loaded)[:5])) or "an empty dict"
         raise ValueError(f"{op}: state_dict must have state and param_groups, got {got}")
+    refuse_no_dict(op, "state", loaded["state"])
+    if not isinstance(groups := loaded["param_groups"], list | tuple):
+        raise TypeError(f"{op}: param_groups must be a list, got {type(groups).__name__}")
+
+
+def _refuse_other_group(op: str, optimizer: Any, i: int, saved: dict[str, Any]) -> None:
+    """Raise if a saved group lacks a number that the steps need, because another class saved it, for example. torch's
+    classes complete the switches that their older versions didn't have."""
+    switches = {key: value for key, value in optimizer.defaults.items() if isinstance(value, bool | None)}
+    try:
+        optimizer._rule.hyperparameters(switches | saved)
+    except KeyError as error:
+        raise ValueError(f"{op}: param_groups[{i}] must have {error.args[0]}, got {', '.join(saved)}") from None
 
 
 def _refuse_twice(op: str, numbers: list[Any]) -> None:
@@ -103,6 +123,8 @@ def _check(op: str, rule: Rule, number: object, state: dict[str, Any], param: Te
     if foreign := sorted(_STATES.intersection(state).difference(rule.states)):
         raise ValueError(f"{op}: state[{number!r}] must be of the same rule, got another's: {', '.join(foreign)}")
     for key in (*rule.states, *_MASTERS):
+        if key in state and not isinstance(state[key], Tensor):
+            raise TypeError(f"{op}: state[{number!r}][{key!r}] must be a tensor, got {type(state[key]).__name__}")
         if key in state and state[key].shape != param.shape:
             raise ValueError(
                 f"{op}: state[{number!r}][{key!r}] must have its parameter's shape "

@@ -256,6 +256,7 @@ class Engine(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of ours or torch's, or leave everything as it is if that fails. Unlike torch, don't round
         the states to their parameter's dtype."""
+        checkpoint.refuse_no_dict(f"{type(self).__name__}.load_state_dict", "state_dict", state_dict)
         with checkpoint.loading(self):
             super().load_state_dict(state_dict)
 

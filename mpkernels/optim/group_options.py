@@ -43,6 +43,7 @@ def complete(optimizer: Any, group: dict[str, Any]) -> None:
     """Fill in the optimizer's value for each of our options that the group doesn't set."""
     for key in GROUP_OPTIONS:
         group.setdefault(key, getattr(optimizer, key))
+    group.setdefault("maximize", False)  # torch's classes do so in older checkpoints; those of Lion's authors lack it
 
 
 def leave_scaling_to_torch(optimizer: Any) -> None:
@@ -65,9 +66,8 @@ def check_group(optimizer: Any, group: dict[str, Any]) -> None:
     if group["master"] not in KEYS:
         raise ValueError(f"{name}: master must be 'split' or 'fp32', got {group['master']!r}")
     if group["state_dtype"] not in _STATE_DTYPES:
-        raise ValueError(
-            f"{name}: state_dtype must be torch.float32, torch.bfloat16 or torch.int8, got {group['state_dtype']!r}"
-        )
+        got = f"{'the name ' if isinstance(group['state_dtype'], str) else ''}{group['state_dtype']!r}"
+        raise ValueError(f"{name}: state_dtype must be torch.float32, torch.bfloat16 or torch.int8, got {got}")
     if isinstance(optimizer, torch.optim.AdamW) and not group.get("decoupled_weight_decay", True):
         raise ValueError(f"{name}: a group must have decoupled_weight_decay=True, got False, which is Adam's")
     if optimizer.defaults.get("differentiable"):

@@ -12,13 +12,14 @@ from mpkernels.distributed.parts import part_of, parts_in, placed_as
 from mpkernels.ops.step.split import join, split
 
 KEYS = {"split": "remainder", "fp32": "master"}  # scheme -> key in a parameter's state
+_NARROW = (torch.bfloat16, torch.float16)
 
 State = dict[str, Tensor]
 States = Mapping[Tensor, State]
 
 
 def needs_master(param: Tensor) -> bool:
-    return param.dtype in (torch.bfloat16, torch.float16)
+    return param.dtype in _NARROW
 
 
 def unfit(param: Tensor, state: State) -> list[str]:
@@ -37,10 +38,10 @@ def drop_unfit(state: State, param: Tensor) -> None:
         del state[key]
 
 
-def mark(state: State, param: Tensor) -> None:
+def mark(state: State, dtype: torch.dtype) -> None:
     """Note on a remainder which 16-bit dtype it completes: the remainder's bits don't tell."""
     if "remainder" in state:
-        state["remainder"].made_for = param.dtype  # type: ignore[attr-defined]
+        state["remainder"].made_for = dtype  # type: ignore[attr-defined]
 
 
 def give(state: State, param: Tensor, scheme: str) -> None:
@@ -51,7 +52,7 @@ def give(state: State, param: Tensor, scheme: str) -> None:
     if "remainder" in state and state["remainder"].dtype != torch.int16:
         # A checkpoint's form, where a loader such as ZeRO's has put it into the state itself.
         state["remainder"] = placed_as(param, part_of(state["remainder"]).view(torch.int16))
-        mark(state, param)
+        mark(state, param.dtype)
     if KEYS[scheme] in state:
         return
     kept = parts_in({key: state.pop(key) for key in KEYS.values() if key in state})
@@ -65,7 +66,7 @@ def give(state: State, param: Tensor, scheme: str) -> None:
             weight, remainder = split(weight, part.dtype)
             master.copy_(remainder)
     state[KEYS[scheme]] = placed_as(param, master)
-    mark(state, param)
+    mark(state, param.dtype)
     if kept:
         part.copy_(weight)  # changes weights on ties, which the schemes round differently
 
@@ -84,25 +85,32 @@ def saved_in_fp32(param: Tensor, state: State) -> State:
 
 
 def loaded(name: str, param: Tensor, saved: Mapping[str, Any]) -> State:
-    """Return the master in a saved state, unchanged. ``give`` converts it to the optimizer's scheme at the first step:
-    that needs the weight, and the model may be loaded after the optimizer."""
+    """Return the master in a saved state, unchanged, placed as the parameter is. ``give`` converts it to the
+    optimizer's scheme at the first step: that needs the weight, and the model may be loaded, and converted to 16 bits,
+    after the optimizer. A parameter that is still fp32 then drops it (``drop_unfit``)."""
     key = next((key for key in ("master", "remainder") if key in saved), None)
-    if key is None or not needs_master(param):
+    if key is None:
         return {}
-    found = saved[key].to(param.device)
-    if key == "remainder" and found.dtype == param.dtype:
+    part = part_of(param.detach())
+    found = saved[key].to(part.device)
+    made_for = param.dtype if needs_master(param) else found.dtype
+    if key == "remainder" and found.dtype == made_for and made_for in _NARROW:
         found = found.view(torch.int16)
     dtype = torch.float32 if key == "master" else torch.int16
     if found.dtype != dtype:  # torch's own load_state_dict casts states to the parameter's dtype
         warnings.warn(f"{name}: {key} came back as {found.dtype}; rebuilt from the weight", stacklevel=4)
         return {}
-    return {key: torch.empty_like(param, dtype=dtype).copy_(found)}
+    state = {key: placed_as(param, torch.empty_like(part, dtype=dtype).copy_(found))}
+    mark(state, made_for)
+    return state
 
 
 def true_weight(param: Tensor, state: State) -> Tensor:
     """Return a parameter's fp32 weight. Elements whose master doesn't round to the parameter were written to since; for
-    them, return the parameter's value. A parameter without a master is returned unchanged."""
+    them, return the parameter's value. A parameter without a master, or in another dtype, is returned unchanged."""
     weight = param.detach()
+    if not needs_master(weight):
+        return weight
     if "remainder" in state:
         return join(weight, state["remainder"].to(weight.device))  # offload=True keeps states on the host
     if "master" not in state:
@@ -110,6 +118,14 @@ def true_weight(param: Tensor, state: State) -> Tensor:
     master = state["master"].to(weight.device)
     rounds_to_it = (weight == master.to(weight.dtype)) | (weight == split(master, weight.dtype)[0])
     return torch.where(rounds_to_it, master, weight)
+
+
+def before_rounding(param: Tensor, dtype: torch.dtype, state: State) -> Tensor:
+    """Return the master of an fp32 parameter that is about to be rounded to ``dtype``: the state's, which was loaded,
+    where the parameter is its rounded value; elsewhere the parameter."""
+    weight, rounded = param.detach(), param.detach().to(dtype)
+    drop_unfit(state, rounded)
+    return torch.where(rounded == weight, true_weight(rounded, state), weight)
 
 
 @torch.no_grad()

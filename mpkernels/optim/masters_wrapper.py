@@ -13,7 +13,7 @@ from mpkernels._torch_private.optimizers import hooks_of_loading, hooks_of_savin
 from mpkernels._torch_private.tracing import as_written, may_be_compiled
 from mpkernels.distributed import meshes
 from mpkernels.distributed.meshes import Parts
-from mpkernels.distributed.parts import part_for, part_of, parts_of, placed_as, settled_grads
+from mpkernels.distributed.parts import part_for, parts_of, settled_grads
 from mpkernels.ops._checks import suggests_options
 from mpkernels.ops.step.skip_and_clip import grad_factor, write_outcome
 from mpkernels.optim import (
@@ -276,7 +276,4 @@ def _loaded(param: Tensor, number: Any, saved: dict[str, Tensor]) -> dict[str, T
                 f"Masters.load_state_dict: state[{number!r}][{key!r}] must have its parameter's shape "
                 f"{tuple(param.shape)}, got {tuple(value.shape)}"
             )
-    found = masters.loaded("Masters", part_of(param), {key: part_for(param, value) for key, value in saved.items()})
-    state = {key: placed_as(param, value) for key, value in found.items()}
-    masters.mark(state, param)
-    return state
+    return masters.loaded("Masters", param, {key: part_for(param, value) for key, value in saved.items()})

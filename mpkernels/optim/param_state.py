@@ -137,6 +137,5 @@ def adopt(
             state["scales"].view(len(keys), -1)[k] = scales
         else:
             state[key].copy_(saved[key])
-    state = placed(rule, whole, state | masters.loaded(name, param, saved))
-    masters.mark(state, whole)
+    state = placed(rule, whole, state) | masters.loaded(name, whole, saved)
     return state | {key: value for key, value in saved.items() if key not in state and key not in masters.KEYS.values()}

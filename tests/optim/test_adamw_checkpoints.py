@@ -91,6 +91,67 @@ def test_another_rules_state_is_refused(saved, loads):
     assert (other.param_groups[0]["lr"], dict(other.state)) == (0.5, {})
 
 
+@pytest.mark.parametrize("is_stepped", [False, True])
+@pytest.mark.parametrize(
+    ("saved", "loads", "missing"),
+    [
+        (torch.optim.SGD, AdamW, "betas"),
+        (SGD, AdamW, "betas"),
+        (torch.optim.RMSprop, SGD, "dampening"),
+        (torch.optim.Adagrad, SGD, "momentum"),
+    ],
+)
+def test_groups_that_lack_an_option_are_refused_before_anything_changes(saved, loads, missing, is_stepped):
+    """Without states, the groups alone tell that another class has saved them."""
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = saved([weight], lr=0.1)
+    if is_stepped:
+        weight.grad = torch.ones(2)
+        optimizer.step()
+    other = loads([weight], lr=0.5)
+    with pytest.raises(
+        ValueError, match=rf"{loads.__name__}\.load_state_dict: param_groups\[0\] must have {missing}, "
+    ):
+        other.load_state_dict(optimizer.state_dict())
+    assert (other.param_groups[0]["lr"], dict(other.state)) == (0.5, {})
+
+
+@pytest.mark.parametrize("kind", [AdamW, SGD, Lion])
+def test_groups_without_the_switches_of_later_versions_are_loaded(kind):
+    """torch's older classes lacked some switches, and the class of Lion's authors has none."""
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    saved = copy.deepcopy(kind([weight], lr=0.1).state_dict())
+    group = saved["param_groups"][0]
+    saved["param_groups"] = [{key: it for key, it in group.items() if not isinstance(it, bool | str | None)}]
+    optimizer = kind([weight])
+    optimizer.load_state_dict(saved)
+    optimizer.step()
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    assert optimizer.param_groups[0]["maximize"] is False
+
+
+def spoilt(saved, key, value):
+    return {**saved, "state": {**saved["state"], 0: {**saved["state"][0], key: value}}}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "text"),
+    [
+        (lambda _: None, "state_dict must be a dict, got NoneType"),
+        (lambda saved: {**saved, "param_groups": {}}, "param_groups must be a list, got dict"),
+        (lambda saved: {**saved, "state": []}, "state must be a dict, got list"),
+        (lambda saved: spoilt(saved, "exp_avg", [1.0]), r"state\[0\]\['exp_avg'\] must be a tensor, got list"),
+    ],
+)
+def test_what_has_not_the_form_of_a_state_dict_is_refused(spoil, text):
+    weight, optimizer = stepped()
+    before = dict(optimizer.state[weight])
+    with pytest.raises(TypeError, match=rf"^AdamW\.load_state_dict: {text}$"):
+        optimizer.load_state_dict(spoil(optimizer.state_dict()))
+    assert all(optimizer.state[weight][key] is value for key, value in before.items())
+
+
 def test_an_empty_state_counts_as_no_state():
     """The state is a defaultdict, so reading a parameter's state makes an empty one."""
     weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from mpkernels import checkpoint
 from mpkernels.amp import to_full, to_mixed
 from mpkernels.optim import AdamW
+from mpkernels.optim.masters import true_weight
 from tests.hard_grads import same_bits
 from tests.networks import B16, F16, network, train
 from tests.optim.optimizers import true_weights
@@ -169,3 +170,43 @@ def test_a_sharded_state_loads_into_a_converted_model(options):
                 its_optimizer.step()
             for param, twin in zip(model.parameters(), other.parameters(), strict=True):
                 assert same_bits(param.full_tensor(), twin.full_tensor())
+
+
+def to_16_bits(model, _):
+    return model.to(B16)
+
+
+def mixed(model, optimizer):
+    return to_mixed(model, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("convert", [to_16_bits, mixed], ids=lambda it: it.__name__)
+@pytest.mark.parametrize("loads", ["split", "fp32"])
+@pytest.mark.parametrize("saves", ["split", "fp32"])
+def test_masters_that_were_loaded_into_an_fp32_model_are_used_once_it_is_converted(saves, loads, convert):
+    model, other = network(), network(seed=7)
+    optimizer = AdamW(model.parameters(), lr=1e-2, master=saves)
+    convert(model, optimizer)
+    train(model, optimizer, 3)
+    again = AdamW(other.parameters(), master=loads)
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    other.load_state_dict(model.state_dict())
+    convert(other, again)
+    wanted = true_weights(model, optimizer)
+    again.param_groups[0] |= {"lr": 0.0, "weight_decay": 0.0}
+    train(other, again, 1)
+    assert all(map(same_bits, true_weights(other, again), wanted))
+
+
+@pytest.mark.parametrize("scheme", ["split", "fp32"])
+def test_a_step_in_fp32_drops_the_loaded_masters(scheme):
+    """The weights that the step has moved win over the masters, also after a later conversion."""
+    model = network(B16)
+    train(model, optimizer := AdamW(model.parameters(), lr=1e-2, master=scheme), 3)
+    other = copy.deepcopy(model).float()
+    again = AdamW(other.parameters(), master=scheme)
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert all(true_weight(param, again.state[param]).data_ptr() == param.data_ptr() for param in other.parameters())
+    assert not any(MASTERS & state.keys() for state in again.state_dict()["state"].values())
+    train(other, again, 1)
+    assert not any(MASTERS & state.keys() for state in again.state.values())

@@ -118,6 +118,7 @@ def test_repr_shows_the_options_of_the_optimizer_and_of_groups():
         ({"statedtype": B16}, "AdamW: a group has no option 'statedtype'; did you mean 'state_dtype'?"),
         ({"master": "copy"}, "AdamW: master must be 'split' or 'fp32', got 'copy'"),
         ({"state_dtype": torch.float16}, "AdamW: state_dtype must be torch.float32, torch.bfloat16 or torch.int8, got"),
+        ({"state_dtype": "torch.int8"}, "AdamW: state_dtype must be torch.float32, .* got the name 'torch.int8'$"),
     ],
 )
 def test_a_group_with_a_bad_option_is_refused(options, text):

@@ -33,6 +33,20 @@ def test_a_copy_steps_as_the_original_does(duplicate):
 
 
 @pytest.mark.parametrize("dtype", [B16, F16], ids=str)
+def test_masters_that_were_loaded_into_an_fp32_model_are_used_once_it_is_converted(dtype):
+    model, other = network(dtype), network(seed=7)
+    optimizer, again = (Masters(torch.optim.AdamW(it.parameters(), lr=1e-2)) for it in (model, other))
+    train(model, optimizer, 3)
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    other.load_state_dict(model.state_dict())
+    other.to(dtype)
+    again.param_groups[0] |= {"lr": 0.0, "weight_decay": 0.0}
+    train(other, again, 1)
+    for param, twin in zip(model.parameters(), other.parameters(), strict=True):
+        assert same_bits(true_weight(param, optimizer.state[param]), true_weight(twin, again.state[twin]))
+
+
+@pytest.mark.parametrize("dtype", [B16, F16], ids=str)
 def test_a_write_to_a_weight_wins_over_its_master(dtype):
     optimizer = around(dtype=dtype)
     for seed in range(3):
