@@ -22,15 +22,15 @@ MPK_FN double unscale_factor(const StepShared& shared) {
 
 MPK_FN double unscaled_norm(const StepShared& shared) { return sqrt(*shared.total_sumsq) * unscale_factor(shared); }
 
-// A scale below 1 can make finite grads overflow when they are unscaled: their norm is then beyond fp32. So is the
-// inverse of a scale that is 0 or nearly so.
+// A scale below 1 can make finite grads overflow when they are unscaled: their norm is then beyond fp32. A scale of 0,
+// or nearly so, makes NaN of grads of 0: its inverse is infinite.
 MPK_FN bool is_skipped(const StepShared& shared) {
-  constexpr double kLargest = 0x1.fffffep127;
   for (const float* found_inf : shared.found_inf) {
     if (found_inf && *found_inf != 0) return true;
   }
   if (!shared.grad_scale) return false;
-  return !(unscale_factor(shared) <= kLargest) || (shared.total_sumsq && unscaled_norm(shared) > kLargest);
+  const double unscaled = shared.total_sumsq ? unscaled_norm(shared) : unscale_factor(shared);
+  return !(unscaled <= 0x1.fffffep127);
 }
 
 // Writes the norm and whether the step was skipped; counts skips.

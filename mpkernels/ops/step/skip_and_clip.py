@@ -6,8 +6,6 @@ import math
 import torch
 from torch import Tensor
 
-_LARGEST = torch.finfo(torch.float32).max
-
 
 def grad_factor(like: Tensor, grad_scale: Tensor | None, total_sumsq: Tensor | None, max_norm: float) -> Tensor:
     """Return the factor that unscales and clips the grads, in fp64, on the device of ``like``."""
@@ -29,12 +27,12 @@ def _unscaled_norm(grad_scale: Tensor | None, total_sumsq: Tensor) -> Tensor:
 
 def _is_skipped(grad_scale: Tensor | None, found_inf: Tensor | None, total_sumsq: Tensor | None) -> Tensor | None:
     """Return whether the step is skipped. A scale below 1 can make finite grads overflow when they are unscaled: their
-    norm is then beyond fp32. So is the inverse of a scale that is 0 or nearly so."""
+    norm is then beyond fp32. A scale of 0, or nearly so, makes NaN of grads of 0: its inverse is infinite."""
     is_skipped = None if found_inf is None else found_inf.reshape(()) != 0
     if grad_scale is not None:
-        is_beyond = ~(_unscale_factor(grad_scale, grad_scale) <= _LARGEST)
-        if total_sumsq is not None:
-            is_beyond |= _unscaled_norm(grad_scale, total_sumsq) > _LARGEST
+        factor = _unscale_factor(grad_scale, grad_scale)
+        unscaled = factor if total_sumsq is None else _unscaled_norm(grad_scale, total_sumsq)
+        is_beyond = ~(unscaled <= torch.finfo(torch.float32).max)
         is_skipped = is_beyond if is_skipped is None else is_skipped | is_beyond
     return is_skipped
 

@@ -40,14 +40,15 @@ def grad_factor(sign_and_max_norm, grad_scale, total_sumsq):
 @triton.jit
 def is_skipped(grad_scale, found_inf, total_sumsq):
     """Return whether the step is skipped. A scale below 1 can make finite grads overflow when they are unscaled: their
-    norm is then beyond fp32. So is the inverse of a scale that is 0 or nearly so."""
+    norm is then beyond fp32. A scale of 0, or nearly so, makes NaN of grads of 0: its inverse is infinite."""
     skipped = False
     if found_inf is not None:
         skipped = tl.load(found_inf) != 0
     if grad_scale is not None:
-        skipped |= not (unscale_factor(grad_scale) <= LARGEST)
         if total_sumsq is not None:
-            skipped |= unscaled_norm(grad_scale, total_sumsq) > LARGEST
+            skipped |= not (unscaled_norm(grad_scale, total_sumsq) <= LARGEST)
+        else:
+            skipped |= not (unscale_factor(grad_scale) <= LARGEST)
     return skipped
 
 
