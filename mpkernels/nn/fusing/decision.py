@@ -49,10 +49,10 @@ def decide(module: Module, kind: type) -> Decision:
 
 
 def _refuse_foreign_forward(module: Module, kind: type) -> None:
-    if "forward" in vars(module):
-        raise NotRewritableError("was replaced on this instance")
     if isinstance(module, torch.jit.ScriptModule | torch.fx.GraphModule):
         raise NotRewritableError("was generated")
+    if "forward" in vars(module):
+        raise NotRewritableError("was replaced on this instance")
     if not has_plain_attributes(kind):
         raise NotRewritableError("reads attributes by code of its class's own")
     if parametrize.is_parametrized(module) and type(module) is kind:  # and it wasn't fused before
@@ -149,6 +149,8 @@ def _computed_by(site: Site, module: Module, function: FunctionType) -> str:
 
 def _holds_both(module: Module) -> str:
     """Return the class's name if the module, or a list in it, has an activation and a matrix to multiply with."""
+    if isinstance(module, torch.jit.ScriptModule):  # which doesn't tell its activations
+        return module.original_name if any(map(is_linear, module.children())) else ""
     attributes = own_values(module)
     parameters, _, children = books_of(attributes)
     lists = [child for child in children.values() if type(child) is ModuleList]

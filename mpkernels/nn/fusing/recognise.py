@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.jit import ScriptModule
 from torch.nn import Conv1d, Conv2d, Conv3d, Dropout, Identity, Linear, Module, Parameter, functional
 
 from mpkernels._shared.parameters import is_sharded
@@ -86,6 +87,8 @@ def is_linear(value: object) -> bool:
     """Return whether this is a linear layer, or a wrapper that looks like one."""
     if issubclass(type(value), Linear) or is_conv1d(value):
         return True
+    if issubclass(type(value), ScriptModule):  # whose attributes aren't in its __dict__
+        return getattr(value, "original_name", "") == "Linear"
     attributes = own_values(value)
     weight: Any = attributes.get("weight", books_of(attributes)[0].get("weight"))
     return "in_features" in attributes or (issubclass(type(weight), Tensor) and weight.ndim == 2)

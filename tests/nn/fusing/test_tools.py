@@ -176,6 +176,27 @@ def test_a_recorded_model_runs_as_it_was_written(recorder, name):
     torch.compiler.reset()
 
 
+@pytest.mark.parametrize("recorder", ["jit.trace", "jit.script", "fx"])
+def test_a_recorded_part_is_left_and_the_rest_is_fused(recorder):
+    model = nn.Sequential(RECORDERS[recorder](sequential(), X), nn.Linear(8, 8), nn.GELU())
+    kinds, want = [type(it) for it in model.modules()], model(X)
+    for dry_run in (True, False, False):
+        report = fuse(model, dry_run)
+        assert [it[:2] for it in report.fused] == [("", "Linear, GELU")]
+        assert report.left == [("0", "Sequential", "its forward was generated")]
+        assert report.saved_bytes(X).plain > 0
+        assert "its forward was generated" in str(report)
+        assert_close(model(X), want)
+    unfuse(model)
+    assert [type(it) for it in model.modules()] == kinds
+
+
+def test_a_scripted_linear_is_no_plain_one():
+    model = nn.Sequential(torch.jit.script(nn.Linear(8, 8)), nn.GELU())
+    [site] = fuse(model).left
+    assert site.reason == "RecursiveScriptModule is no plain torch.nn.Linear"
+
+
 def test_a_parametrized_model_can_be_fused_and_unfused():
     model, plain = Mlp(), Mlp()
     for it in (model, plain):
