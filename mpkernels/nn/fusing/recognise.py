@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
-from types import BuiltinFunctionType, FunctionType
+from types import BuiltinFunctionType, CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -53,7 +53,8 @@ def is_conv1d(layer: object) -> bool:
 
 _NO_ACTIVATIONS = torch.nn.Softmax | torch.nn.LogSoftmax | torch.nn.Softmax2d | torch.nn.MultiheadAttention
 _HOMES = ("torch.nn.modules.activation", "transformers.activations")
-_OTHERS = {getattr(functional, name) for name in ("elu", "selu", "celu", "leaky_relu", "relu6", "mish", "hardswish")}
+_OTHER_NAMES = ("elu", "selu", "celu", "glu", "leaky_relu", "relu6", "mish", "hardswish")
+_OTHERS = {getattr(functional, name) for name in _OTHER_NAMES}
 _NAMES = {it.__name__ for it in (*_FUNCTIONS, *_OTHERS)}
 
 
@@ -73,8 +74,15 @@ def uses_activation(module: object) -> bool:
     if any(map(is_activation, (*books_of(attributes)[-1].values(), *attributes.values()))):
         return True
     classes = [it for it in type(module).__mro__ if it not in Module.__mro__]
-    methods = [it for kind in classes for it in vars(kind).values() if isinstance(it, FunctionType)]
-    return any(not _NAMES.isdisjoint(it.__code__.co_names) for it in methods)
+    values = [it for kind in classes for it in vars(kind).values()]
+    methods = [it.__func__ if isinstance(it, staticmethod | classmethod) else it for it in values]
+    return any(not _NAMES.isdisjoint(names_in(it.__code__)) for it in methods if isinstance(it, FunctionType))
+
+
+def names_in(code: CodeType) -> list[str]:
+    """Return the globals and attributes that a function and its inner functions name."""
+    inner = [name for it in code.co_consts if isinstance(it, CodeType) for name in names_in(it)]
+    return [*code.co_names, *inner]
 
 
 def is_layer(value: object) -> bool:

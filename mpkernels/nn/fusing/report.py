@@ -15,6 +15,10 @@ from mpkernels._shared.saved_for_backward import saved_storages
 from mpkernels._torch_private.tensors import storage_of
 from mpkernels.nn.fusing.classes import become
 
+_NOTHING = (
+    "Nothing to fuse: fuse found no activation of a linear layer's output. It reads each module's forward, and the "
+    "methods that a forward calls, but no other functions."
+)
 _WHO_COMPUTES = (
     "A table chooses, by device, dtype and size, which of these calls our kernels compute, and which torch; "
     "mpkernels.tune(model, inputs) times both."
@@ -75,7 +79,7 @@ class FuseReport(Report):
 
     def _parts(self) -> list[str | Table]:
         if not (self.fused or self.left):
-            return ["Nothing to fuse: no module applies an activation to the output of its linear layer."]
+            return [_NOTHING]
         fused = _table(("fused", "what stood there", "becomes a call of"), self.fused)
         left = _table(("left", "what stands there", "why"), self.left)
         return [fused, "", left, *["", _WHO_COMPUTES] * bool(self.fused)]

@@ -3,7 +3,7 @@ look at any module."""
 
 import ast
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -43,6 +43,7 @@ class Site:
     chunk: ast.expr | None  #: ``torch.chunk``, if it splits one layer's output into gate and up
     is_gate_last: bool  #: whether the gate is the second half of one layer's output
     reads: tuple[Read, ...] | None  #: what is read between the calls. None if more than reading may happen
+    why_left: str  #: "" if the source tells no reason to leave it
 
     @property
     def head(self) -> list[ast.expr]:
@@ -96,11 +97,28 @@ def find_sites(function: ast.FunctionDef) -> list[Site | Loop]:
     arguments = function.args.args
     if arguments and arguments[0].arg in set().union(*map(bound_in, function.body)):
         return found  # ``self`` is assigned, so it may be another object
+    found += _sites_in(function)
+    for inner in _inner_functions(function):
+        found += [replace(it, why_left="it stands in an inner function or a comprehension") for it in _sites_in(inner)]
+    return [*found, *find_loops(function)]
+
+
+def _sites_in(function: ast.FunctionDef) -> Iterator[Site]:
     for block in Suite(function, function.body).and_inner():
         for last, statement in enumerate(block.statements):
             for expression in _expressions(statement):
-                found += [site for kind in KINDS for site in _matches(kind, block, last, expression)]
-    return [*found, *find_loops(function)]
+                for kind in KINDS:
+                    yield from _matches(kind, block, last, expression)
+
+
+def _inner_functions(function: ast.FunctionDef) -> Iterator[ast.FunctionDef]:
+    """Yield inner functions, lambdas and comprehensions as functions with the outer one's arguments: so ``self`` is the
+    first."""
+    for scope in ast.walk(function):
+        made = scope.body if isinstance(scope, ast.Lambda) else getattr(scope, "elt", None)
+        body = [ast.copy_location(ast.Return(made), made)] if made is not None else getattr(scope, "body", [])
+        if isinstance(scope, (*_SCOPES, ast.FunctionDef)) and scope is not function:
+            yield ast.FunctionDef("inner", function.args, body, [])
 
 
 def partition(sites: Sequence[Any], verdicts: Sequence[str | None]) -> tuple[list[int], list[tuple[int, str]]]:
@@ -154,7 +172,8 @@ def _matches(kind: str, block: Suite, last: int, expression: ast.expr) -> Iterat
                 before = [] if first == last else reads_before(block.statements[last], expression)
                 reads = _known_reads(match.chain, [*reads_of(match.options), *before])
                 found = match.activation, match.is_tanh_form, (*match.between,), match.dropout, match.chunk
-                yield Site(kind, block, first, last, expression, x.node, layers, *found, match.is_gate_last, reads)
+                rest = match.is_gate_last, reads, match.why_left
+                yield Site(kind, block, first, last, expression, x.node, layers, *found, *rest)
 
 
 def _known_reads(chain: Chain, reads: list[Read]) -> tuple[Read, ...] | None:
@@ -188,6 +207,7 @@ class _Match:
         self.dropout: Dropout | None = None
         self.chunk: ast.expr | None = None
         self.is_gate_last = False
+        self.why_left = ""
         self.options: list[ast.expr] = []  # a dropout's p and training
         self.read: list[Place] = []  # further places that the fused call reads
 
@@ -228,10 +248,12 @@ class _Match:
         if z is not None:
             return z
         match self.chain.follow(value):
-            case Place(ast.Call(called, [argument], keywords), index) if self.chain.is_global(called):
-                self.activation, options = called, [ast.unparse(it) for it in keywords]
+            case Place(ast.Call(called, [argument, *others], keywords), index) if self.chain.is_global(called):
+                self.activation, options = called, [ast.unparse(it) for it in (*others, *keywords)]
                 self.is_tanh_form = options == ["approximate='tanh'"]
-                return Place(argument, index) if self.is_tanh_form or options in ([], ["approximate='none'"]) else None
+                if not self.is_tanh_form and options not in ([], ["approximate='none'"]):
+                    self.why_left = f"{short(called)} is called with {', '.join(options)}"
+                return Place(argument, index)
         return None
 
     def hidden(self, value: Place | None) -> tuple[Place, Layers] | None:

@@ -159,6 +159,12 @@ class InMethod(Mlp):
         return self.fc2(self.dropout(self.act(self.fc1(x))))
 
 
+class InMethodOfALambda(InMethod):
+    def forward(self, x):
+        run = lambda h: self._block(h)  # noqa: E731
+        return x + run(x)
+
+
 class InBranchAndLoop(Mlp):
     def forward(self, x):
         for _ in range(2):
@@ -237,6 +243,7 @@ FORMS = {
     PackedGateLast: ["gated_mlp"],
     PackedByTorch: ["gated_linear"],
     InMethod: ["mlp"],
+    InMethodOfALambda: ["mlp"],
     InBranchAndLoop: ["mlp", "mlp"],
     TwoInARow: ["linear_act", "mlp"],
     Nested: ["linear_act"],
