@@ -249,6 +249,25 @@ def test_a_fused_model_can_become_mixed_and_come_back():
     assert type(model) is Mlp
 
 
+@pytest.mark.parametrize("unfuses_first", [True, False])
+def test_a_mixed_model_can_be_fused_and_come_back(unfuses_first):
+    model = Mlp()
+    optimizer = AdamW(model.parameters())
+    to_mixed(model, optimizer=optimizer)
+    kind, want = type(model), model(X)
+    assert fuse(model).left == []
+    copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    for it, ops in ((model, ["mlp"]), *((copied, []) for copied in copies)):
+        with recorded_ops() as ran:
+            assert_close(it(X), want)
+        assert ran == ops
+    if unfuses_first:
+        unfuse(model)
+        assert type(model) is kind
+    to_full(model, optimizer)
+    assert type(model) is Mlp
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # of torch.compile
 def test_a_compiled_model_can_be_fused_and_unfused():
     model = Mlp()
