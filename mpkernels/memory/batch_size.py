@@ -12,6 +12,7 @@ from mpkernels._torch_private.tensors import map_leaves
 from mpkernels.amp.autocasting import machines_device
 from mpkernels.amp.mixed_class import Mixed
 from mpkernels.amp.policy import global_policy
+from mpkernels.distributed.restoring import restored
 from mpkernels.memory import measure
 from mpkernels.optim import AdamW
 from mpkernels.overflow.first_nonfinite import tensors_in
@@ -75,7 +76,7 @@ def find_max_batch_size(
     floats = [] if isinstance(model, Mixed) else [it.dtype for it in params if it.is_floating_point()]
     made: dict[str, Any] = {"dtype": floats[0] if floats else torch.float32, "device": device}
     try:
-        with measure.restored(restore, device):
+        with restored(restore, device):
             step: Any = model_or_step if model is None else _training_step(model, device)
             make = make_batch or (lambda size: torch.randn(size, *(input_shape or ()), **made))
             largest = _search(step, make, device, start, max_batch)

@@ -19,6 +19,7 @@ from mpkernels._torch_private.tensors import storage_of
 from mpkernels.amp.mixed import to_mixed
 from mpkernels.amp.policy import Policy
 from mpkernels.distributed.parts import part_of
+from mpkernels.distributed.restoring import restored
 from mpkernels.linear import cast_cache
 from mpkernels.memory import measure
 from mpkernels.optim import AdamW, masters, param_state
@@ -106,7 +107,7 @@ def memory_report(
     }
     if loss is not None:
         measure.refuse_meta("memory_report", model)
-        with measure.restored([model], device):
+        with restored([model], device):
             predicted["cast cache"], predicted["activations"] = _kept_by_a_forward(model, loss)
     return MemoryReport(predicted, measured, _overview(device))
 

@@ -13,6 +13,7 @@ from mpkernels._shared.call_model import call
 from mpkernels._shared.report_tables import Report, Table
 from mpkernels._shared.saved_for_backward import saved_storages
 from mpkernels._torch_private.tensors import storage_of
+from mpkernels.distributed.restoring import restored
 from mpkernels.nn.fusing.classes import become
 
 _NOTHING = (
@@ -55,12 +56,20 @@ class FuseReport(Report):
         """Return how many bytes a forward saves for the backward, plain and fused. Parameters and buffers don't count.
 
         The model runs twice, on the same random numbers, as ``model(*inputs)``, or ``model(**inputs)`` for a mapping.
-        After a dry run, it is fused for this measurement only.
+        After a dry run, it is fused for this measurement only. Each run leaves parameters, buffers and attributes of
+        modules as they were; meanwhile the host keeps a copy.
         """
         sizes = []
+        device = next((it.device for it in self._model.parameters()), torch.device("cpu"))
         not_counted = {storage_of(it) for it in (*self._model.parameters(), *self._model.buffers())}
         for fused in (False, True):
-            with self._with_classes(fused), torch.random.fork_rng(), torch.enable_grad(), saved_storages() as saved:
+            with (
+                restored([self._model], device),
+                self._with_classes(fused),
+                torch.random.fork_rng(),
+                torch.enable_grad(),
+                saved_storages() as saved,
+            ):
                 call(self._model, inputs)
             sizes.append(sum(size for storage, size in saved.items() if storage.cdata not in not_counted))
         return SavedBytes(*sizes)
