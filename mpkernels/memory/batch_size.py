@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mpkernels._shared.call_model import call
+from mpkernels._shared.call_model import call, refuse_meta
 from mpkernels._torch_private.tensors import map_leaves
 from mpkernels.amp.autocasting import machines_device
 from mpkernels.amp.mixed_class import Mixed
@@ -67,7 +67,7 @@ def find_max_batch_size(
     model = model_or_step if isinstance(model_or_step, nn.Module) else None
     params = [] if model is None else list(model.parameters())
     if model is not None:
-        measure.refuse_meta("find_max_batch_size", model)
+        refuse_meta("find_max_batch_size", model)
         if not any(it.requires_grad for it in params):
             raise ValueError("find_max_batch_size: model must have a parameter to train, got one without")
         restore = [model, *restore]

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mpkernels._torch_private.tensors import storage_of
 from mpkernels.distributed.parts import part_of
@@ -25,13 +25,6 @@ def is_out_of_memory(error: BaseException) -> bool:
 def size(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of the tensors' storages, for DTensors of this process's parts. A storage counts once."""
     return sum({storage_of(it): it.untyped_storage().nbytes() for it in map(part_of, tensors)}.values())
-
-
-def refuse_meta(op: str, model: nn.Module) -> None:
-    """Raise if a model can't run because one of its tensors has no memory."""
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.is_meta:
-            raise ValueError(f"{op}: model must have memory, got {name} on the meta device; to_empty gives it some")
 
 
 def clean_up() -> None:
