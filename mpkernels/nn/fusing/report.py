@@ -96,9 +96,11 @@ class FuseReport(Report):
 
 def _table(head: tuple[str, str, str], sites: Sequence[tuple[str, str, str]]) -> Table:
     """Return the table with one row for equal sites of many layers: a star stands for their numbers, with a count."""
-    counts: dict[tuple[str, ...], int] = {}
+    alike: dict[tuple[str, ...], list[str]] = {}
     for module, *rest in sites:
-        key = (re.sub(r"\b\d+\b", "*", module) or "(the model)", *rest)
-        counts[key] = counts.get(key, 0) + 1
-    rows = [(f"{module} ({count})" if count > 1 else module, *rest) for (module, *rest), count in counts.items()]
+        alike.setdefault((re.sub(r"\b\d+\b", "*", module), *rest), []).append(module)
+    rows = []
+    for (starred, *rest), modules in alike.items():
+        name = (starred if len({*modules}) > 1 else modules[0]) or "(the model)"
+        rows.append((f"{name} ({len(modules)})" if len(modules) > 1 else name, *rest))
     return Table(head, rows or [("nothing", "", "")])

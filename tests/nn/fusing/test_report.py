@@ -20,10 +20,10 @@ def test_the_report_is_a_table():
     assert str(report) == (
         "fused  what stood there                                         becomes a call of\n"
         "* (2)  fc2(dropout(act(fc1(x))))                                mlp, gelu\n"
-        "*      gate, up = packed(x).chunk(2); fc2(function(gate) * up)  gated_mlp, silu\n"
+        "2      gate, up = packed(x).chunk(2); fc2(function(gate) * up)  gated_mlp, silu\n"
         "\n"
         "left  what stands there  why\n"
-        "*     fc2(act(fc1(x)))   act is no activation that mpkernels knows\n"
+        "3     fc2(act(fc1(x)))   act is no activation that mpkernels knows\n"
         "\n"
         "A table chooses, by device, dtype and size, which of these calls our kernels compute, and which torch; "
         "mpkernels.tune(model, inputs) times both."
