@@ -129,6 +129,8 @@ def _why_left(site: Site, module: Module, function: FunctionType) -> str | None:
         return None
     if site.is_tanh_form and activation is not GELU:
         return None
+    if site.is_squared and known_activation(activation) != "relu":
+        return None
     if site.dropout is not None and _resolve(site.dropout.called, module, function) is not DROPOUT:
         return None
     if site.chunk is not None and _resolve(site.chunk, module, function) is not TORCH_CHUNK:
@@ -151,8 +153,8 @@ def _resolve(expression: Any, module: Module, function: FunctionType) -> Any:
 
 
 def _computed_by(site: Site, module: Module, function: FunctionType) -> str:
-    name = "gelu_tanh" if site.is_tanh_form else known_activation(_resolve(site.activation, module, function))
-    return f"{site.kind}, {name}"
+    name = known_activation(_resolve(site.activation, module, function))
+    return f"{site.kind}, {'gelu_tanh' if site.is_tanh_form else 'relu2' if site.is_squared else name}"
 
 
 def _holds_both(module: Module) -> str:

@@ -204,6 +204,24 @@ class AfterAMethod(Mlp):
         return x.add(self.fc2(h))
 
 
+class Squared(Mlp):
+    def forward(self, x):
+        return x + self.fc2(F.relu(self.fc1(self.norm(x))).square())
+
+
+class SquaredByAnOperator(Mlp):
+    def forward(self, x):
+        h = torch.relu(self.fc1(x))
+        h = h**2
+        h = self.dropout(h)
+        return self.fc2(h)
+
+
+class GatedBySquares(Mlp):
+    def forward(self, x):
+        return self.fc2(F.relu(self.fc1(x)).pow(2) * self.up(x))
+
+
 class UnderAContext(Mlp):
     def forward(self, x):
         with torch.autocast("cpu", enabled=False):
@@ -249,6 +267,9 @@ FORMS = {
     Nested: ["linear_act"],
     AfterOperators: ["mlp"],
     AfterAMethod: ["mlp"],
+    Squared: ["mlp"],
+    SquaredByAnOperator: ["mlp"],
+    GatedBySquares: ["gated_mlp"],
     UnderAContext: ["linear_act"],
     Private: ["linear_act"],
     Keywords: ["linear_act"],

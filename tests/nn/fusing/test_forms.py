@@ -110,7 +110,22 @@ class AnotherDropout(Mlp):
         return self.fc2(F.alpha_dropout(self.act(self.fc1(x)), p=self.rate, training=self.training))
 
 
-@pytest.mark.parametrize("form", [OneLayerForGateAndUp, AnotherDropout])
+class Cubed(Mlp):
+    def forward(self, x):
+        return self.fc2(F.relu(self.fc1(x)) ** 3)
+
+
+class SquaredGelu(Mlp):
+    def forward(self, x):
+        return self.fc2(self.act(self.fc1(x)).square())
+
+
+class SquaredByTorch(Mlp):
+    def forward(self, x):
+        return self.fc2(torch.square(F.relu(self.fc1(x))))
+
+
+@pytest.mark.parametrize("form", [OneLayerForGateAndUp, AnotherDropout, Cubed, SquaredGelu, SquaredByTorch])
 def test_only_the_first_part_of_a_form_is_fused(form):
     model = form()
     want = results(model)
