@@ -53,8 +53,10 @@ def is_conv1d(layer: object) -> bool:
 
 _NO_ACTIVATIONS = torch.nn.Softmax | torch.nn.LogSoftmax | torch.nn.Softmax2d | torch.nn.MultiheadAttention
 _HOMES = ("torch.nn.modules.activation", "transformers.activations")
-_OTHER_NAMES = ("elu", "selu", "celu", "glu", "leaky_relu", "relu6", "mish", "hardswish")
-_OTHERS = {getattr(functional, name) for name in _OTHER_NAMES}
+_OTHERS: set[Any] = {
+    *(functional.elu, functional.selu, functional.celu, functional.glu),
+    *(functional.leaky_relu, functional.relu6, functional.mish, functional.hardswish),
+}
 _NAMES = {it.__name__ for it in (*_FUNCTIONS, *_OTHERS)}
 
 
