@@ -4,7 +4,6 @@ torch.load reads the file, too. After torch.save's data come a mark with the ver
 all before it.
 """
 
-import copy
 import hashlib
 import io
 import os
@@ -23,10 +22,9 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from mpkernels._shared.files import replacing
 from mpkernels._shared.parameters import are_any_sharded, params_of
-from mpkernels._torch_private.modules import books_of
 from mpkernels._torch_private.sharded import is_fsdp1s
 from mpkernels.distributed import processes
-from mpkernels.distributed.parts import part_of
+from mpkernels.distributed.restoring import restore_at_end, tensors_in
 
 __all__ = ["load", "save"]
 
@@ -107,7 +105,7 @@ def _refuse_parts(objects: dict[str, Any], states: dict[str, Any]) -> None:
     """Raise if this process holds only a part of an object: all processes would write the same file."""
     for name, value in objects.items():
         params = params_of(value) if isinstance(value, Optimizer) else ()
-        if are_any_sharded(_tensors_in(states[name])) or any(map(is_fsdp1s, params)):
+        if are_any_sharded(tensors_in(states[name])) or any(map(is_fsdp1s, params)):
             raise ValueError(
                 f"checkpoint.save: {name} must lie in this process whole, got a part, as FSDP and tensor parallelism "
                 "make them; torch.distributed.checkpoint saves the parts of all processes"
@@ -175,55 +173,3 @@ def _check(path: Path) -> None:
         raise ValueError(f"checkpoint.load: {path} must be of version {int(_VERSION)}, got {version.decode('latin1')}")
     if digest.digest() != wanted:
         raise ValueError(f"checkpoint.load: {path} must be as it was written, got another checksum: it is damaged")
-
-
-def restore_at_end(stack: ExitStack, thing: Any) -> None:
-    """Have the stack, when it ends, restore the object's present state, except grads. Until then, the host keeps a copy
-    of the object's tensors."""
-    if isinstance(thing, nn.Module):
-        modules = list(thing.modules())
-        for module in modules:
-            if type(module).get_extra_state is not nn.Module.get_extra_state:
-                stack.callback(module.set_extra_state, copy.deepcopy(module.get_extra_state()))
-        dicts = [book for it in modules for book in (*books_of(vars(it)), vars(it))]
-        tensors = [value for book in dicts for value in book.values() if isinstance(value, Tensor)]
-    elif isinstance(thing, Optimizer):
-        dicts = [vars(thing), thing.state, *thing.param_groups]  # type: ignore[list-item]
-        attributes = {key: value for key, value in vars(thing).items() if key != "param_groups"}
-        groups = [{key: value for key, value in group.items() if key != "params"} for group in thing.param_groups]
-        tensors = [*_tensors_in([attributes, groups])]
-        for inner in attributes.values():
-            if isinstance(inner, Optimizer):  # in a wrapper
-                restore_at_end(stack, inner)
-    else:
-        stack.callback(thing.load_state_dict, copy.deepcopy(thing.state_dict()))
-        return
-    for entries in dicts:
-        if isinstance(entries, dict):
-            stack.callback(_refill, entries, dict(entries))
-    for tensor in {id(it): it for it in tensors if _is_writable(it)}.values():
-        stack.callback(_write, tensor, part_of(tensor.detach()).to("cpu", copy=True))
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict | list | tuple):
-        for inner in value.values() if isinstance(value, dict) else value:
-            yield from _tensors_in(inner)
-
-
-def _refill(entries: dict[Any, Any], before: dict[Any, Any]) -> None:
-    entries.clear()
-    entries.update(before)
-
-
-@torch.no_grad()
-def _write(tensor: Tensor, before: Tensor) -> None:
-    part_of(tensor).copy_(before)  # copy_ to a detached COO tensor would replace its parts, not ours
-
-
-def _is_writable(tensor: Tensor) -> bool:
-    """Return whether copy_ can write to the tensor. It can't write to an expanded one, whose elements share memory."""
-    is_expanded = tensor.layout == torch.strided and not tensor.is_nested and 0 in tensor.stride()
-    return not (tensor.is_nested or tensor.is_mkldnn or is_lazy(tensor) or tensor.is_meta or is_expanded)

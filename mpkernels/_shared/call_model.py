@@ -1,4 +1,4 @@
-"""Calls a model with a batch of any kind, and refuses what is no model or no optimizer."""
+"""Calls a model with a batch of any kind, and refuses what is no model, no optimizer, or a model that can't run."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,3 +21,10 @@ def refuse_no_optimizer(op: str, optimizer: object) -> None:
 def refuse_no_model(op: str, model: object) -> None:
     if not isinstance(model, Module):
         raise TypeError(f"{op}: model must be a torch.nn.Module, got {type(model).__name__}")
+
+
+def refuse_meta(op: str, model: Module) -> None:
+    """Raise if a model can't run because one of its tensors has no memory."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            raise ValueError(f"{op}: model must have memory, got {name} on the meta device; to_empty gives it some")

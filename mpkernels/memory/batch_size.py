@@ -7,11 +7,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mpkernels._shared.call_model import call
+from mpkernels._shared.call_model import call, refuse_meta
 from mpkernels._torch_private.tensors import map_leaves
 from mpkernels.amp.autocasting import machines_device
 from mpkernels.amp.mixed_class import Mixed
 from mpkernels.amp.policy import global_policy
+from mpkernels.distributed.restoring import restored
 from mpkernels.memory import measure
 from mpkernels.optim import AdamW
 from mpkernels.overflow.first_nonfinite import tensors_in
@@ -66,7 +67,7 @@ def find_max_batch_size(
     model = model_or_step if isinstance(model_or_step, nn.Module) else None
     params = [] if model is None else list(model.parameters())
     if model is not None:
-        measure.refuse_meta("find_max_batch_size", model)
+        refuse_meta("find_max_batch_size", model)
         if not any(it.requires_grad for it in params):
             raise ValueError("find_max_batch_size: model must have a parameter to train, got one without")
         restore = [model, *restore]
@@ -75,7 +76,7 @@ def find_max_batch_size(
     floats = [] if isinstance(model, Mixed) else [it.dtype for it in params if it.is_floating_point()]
     made: dict[str, Any] = {"dtype": floats[0] if floats else torch.float32, "device": device}
     try:
-        with measure.restored(restore, device):
+        with restored(restore, device):
             step: Any = model_or_step if model is None else _training_step(model, device)
             make = make_batch or (lambda size: torch.randn(size, *(input_shape or ()), **made))
             largest = _search(step, make, device, start, max_batch)

@@ -1,4 +1,4 @@
-"""Measures how much memory there is and how much is used, and restores the state of objects."""
+"""Measures how much memory there is and how much is used."""
 
 import ctypes
 import gc
@@ -6,16 +6,14 @@ import os
 import resource
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mpkernels._torch_private.tensors import storage_of
-from mpkernels.checkpoint import restore_at_end
-from mpkernels.distributed.parts import part_of, reshard
+from mpkernels.distributed.parts import part_of
 
 _OUT_OF_MEMORY = "DefaultCPUAllocator:", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED"
 
@@ -27,13 +25,6 @@ def is_out_of_memory(error: BaseException) -> bool:
 def size(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of the tensors' storages, for DTensors of this process's parts. A storage counts once."""
     return sum({storage_of(it): it.untyped_storage().nbytes() for it in map(part_of, tensors)}.values())
-
-
-def refuse_meta(op: str, model: nn.Module) -> None:
-    """Raise if a model can't run because one of its tensors has no memory."""
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.is_meta:
-            raise ValueError(f"{op}: model must have memory, got {name} on the meta device; to_empty gives it some")
 
 
 def clean_up() -> None:
@@ -94,23 +85,3 @@ def _left_in_control_groups(root: Path, cgroup_file: Path) -> Iterator[int]:
                 limit, usage = (int((folder / name).read_text()) for name in names)
                 stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
                 yield limit - usage + int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
-
-
-@contextmanager
-def restored(objects: Iterable[Any], device: torch.device) -> Iterator[None]:
-    """When the context ends, restore the state of modules (with grads), of other objects with a ``state_dict``, and of
-    torch's random numbers."""
-    with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
-        for thing in objects:
-            restore_at_end(stack, thing)
-            if isinstance(thing, nn.Module):
-                stack.callback(reshard, thing)
-                stack.callback(_set_grads, [(param, param.grad) for param in thing.parameters()])
-                thing.zero_grad()
-        yield
-
-
-def _set_grads(grads: list[tuple[Tensor, Tensor | None]]) -> None:
-    for param, grad in grads:
-        param.grad = grad

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mpkernels._shared.call_model import refuse_no_model, refuse_no_optimizer
+from mpkernels._shared.call_model import refuse_meta, refuse_no_model, refuse_no_optimizer
 from mpkernels._shared.parameters import unwrapped
 from mpkernels._shared.report_tables import Report, Table
 from mpkernels._shared.saved_for_backward import saved_storages
@@ -19,6 +19,7 @@ from mpkernels._torch_private.tensors import storage_of
 from mpkernels.amp.mixed import to_mixed
 from mpkernels.amp.policy import Policy
 from mpkernels.distributed.parts import part_of
+from mpkernels.distributed.restoring import restored
 from mpkernels.linear import cast_cache
 from mpkernels.memory import measure
 from mpkernels.optim import AdamW, masters, param_state
@@ -105,8 +106,8 @@ def memory_report(
         "activations": None,
     }
     if loss is not None:
-        measure.refuse_meta("memory_report", model)
-        with measure.restored([model], device):
+        refuse_meta("memory_report", model)
+        with restored([model], device):
             predicted["cast cache"], predicted["activations"] = _kept_by_a_forward(model, loss)
     return MemoryReport(predicted, measured, _overview(device))
 
@@ -133,7 +134,7 @@ def compare_memory(model: nn.Module, loss: Loss, policy: Policy | str = "mixed_b
     refuse_no_model("compare_memory", model)
     if next(model.parameters(), None) is None:
         raise ValueError(f"compare_memory: model must have parameters to train, got {type(model).__name__}")
-    measure.refuse_meta("compare_memory", model)
+    refuse_meta("compare_memory", model)
     policy = Policy(policy) if isinstance(policy, str) else policy
 
     def report(kind: Any, model: nn.Module, policy: Policy) -> MemoryReport:

@@ -11,7 +11,7 @@ from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
 from mpkernels import selector
-from mpkernels._shared.call_model import refuse_no_model
+from mpkernels._shared.call_model import refuse_meta, refuse_no_model
 from mpkernels._shared.parameters import is_sharded
 from mpkernels._shared.report_tables import Report, Table
 from mpkernels._torch_private.modes import unseen
@@ -113,6 +113,7 @@ def _run_step(model: nn.Module, inputs: Sequence[Any], keywords: Mapping[str, An
     buffers and inputs: so grads and BatchNorm's statistics stay, and no hook of an optimizer or of
     DistributedDataParallel hears of it. torch's random numbers go on as if nothing had been."""
     refuse_no_model("tune", model)
+    refuse_meta("tune", model)
     step = _Step(_inner(model))
     params = dict(step.named_parameters())
     if any(is_fsdp1s(it) or is_sharded(it) for it in params.values()):

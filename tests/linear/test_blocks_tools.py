@@ -1,5 +1,6 @@
 """Blocks under torch.compile, torch.func, torch.export, with the selector and the cast cache; bad input."""
 
+import functools
 import re
 
 import pytest
@@ -43,6 +44,26 @@ def test_compiles_without_a_graph_break(name, dtype, kernel):
         compiled = torch.compile(BLOCKS[name].ours, fullgraph=True, backend="aot_eager")
         for mine, eager in zip(results(compiled, "gelu", leaves, dy), want, strict=True):
             assert relative_error(mine, eager) <= 4 * torch.finfo(dtype).eps
+    finally:
+        selector.pin(None)
+        torch.compiler.reset()
+
+
+@EVERY
+def test_compiles_where_tensors_are_given_twice(name):
+    """All arguments of one shape are the same tensor, x too: so the gradient is the sum of all their gradients."""
+    *given, dy = arguments(name, F32, (8, 8, 8, 8))
+    leaves = list({it.shape: it for it in given}.values())
+
+    def of_leaves(function, activation, *leaves):
+        by_shape = {it.shape: it for it in leaves}
+        return function(activation, *(by_shape[it.shape] for it in given))
+
+    ours, torchs = (functools.partial(of_leaves, function) for function in BLOCKS[name][:2])
+    selector.pin("native")
+    try:
+        compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(results(compiled, "gelu", leaves, dy), results(torchs, "gelu", leaves, dy))
     finally:
         selector.pin(None)
         torch.compiler.reset()

@@ -46,6 +46,15 @@ def test_sixteen_bits_are_widened_where_the_cpu_cannot_multiply_them(multiplies_
     assert (name == "native") == (not multiplies_halves)
 
 
+def test_of_mlps_in_16_bits_only_those_of_fp32_weights_are_ours(monkeypatch):
+    monkeypatch.setattr(table, "multiplies_halves", lambda dtype: True)
+    x, up, down = torch.randn(2048, 8), torch.randn(16, 8, requires_grad=True), torch.randn(8, 16)
+    with torch.autocast("cpu", B16):
+        mlp(x, up, None, down, None, "gelu_tanh")
+    mlp(x.to(B16), up.to(B16), None, down.to(B16), None, "gelu_tanh")
+    assert [*selector.choices().values()] == [ROUNDING, "torch"]
+
+
 def test_a_call_is_left_to_torch_in_every_size_if_no_line_fits(multiplies_halves):
     alone = CPU._replace(op="linear_act", rows=1, trains=False)
     assert table.leaves_to_torch(alone)
@@ -106,7 +115,8 @@ def cells(line):
     ops = "any" if len(line.ops) == 4 else ", ".join(line.ops)
     calls = ops, ", ".join(line.activations) or "any", "training" if line.trains else "any"
     sizes = range_in_words(*line.rows), range_in_words(line.least_hidden)
-    return line.device, line.numbers, *calls, *sizes, line.kernel, line.measured
+    numbers = f"{line.numbers}, weights in fp32" if line.kernel == ROUNDING else line.numbers
+    return line.device, numbers, *calls, *sizes, line.kernel, line.measured
 
 
 def test_the_docs_show_the_table():

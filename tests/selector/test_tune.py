@@ -152,6 +152,12 @@ def test_an_error_of_the_model_leaves_nothing_behind(timed):
     assert timed == []
 
 
+def test_a_model_on_the_meta_device_is_refused():
+    message = r"^tune: model must have memory, got fc1_weight on the meta device; to_empty gives it some"
+    with pytest.raises(ValueError, match=message):
+        mpkernels.tune(MLP(8, 16, 8).to("meta"), torch.randn(5, 8, device="meta"))
+
+
 def test_a_model_that_holds_parts_of_parameters_is_refused():
     model = LinearAct(8, 6)
     model.weight._fsdp_flattened = True

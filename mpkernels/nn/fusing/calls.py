@@ -12,7 +12,7 @@ from mpkernels import functional
 from mpkernels._torch_private.modes import is_function_mode_active
 from mpkernels._torch_private.modules import are_all_modules_hooked
 from mpkernels._torch_private.tracing import is_exporting, is_jit_tracing
-from mpkernels.nn.fusing.originals import CHUNK, DROPOUT, GATE, TORCH_CHUNK, are_in_place
+from mpkernels.nn.fusing.originals import CHUNK, DROPOUT, GATE, SQUARE, TORCH_CHUNK, are_in_place
 from mpkernels.nn.fusing.originals import GELU as GELU  # for rewritten forwards
 from mpkernels.nn.fusing.recognise import (
     PLAIN_TENSORS,
@@ -88,6 +88,12 @@ def are_gates(layers: Layers, chunk: object = TORCH_CHUNK) -> bool:
     """Return whether torch's own methods multiply the gate and, if one layer makes both factors, chunk its output."""
     replaceable = GATE if len(layers) == 2 else (*GATE, *CHUNK)
     return chunk is TORCH_CHUNK and are_in_place(replaceable) and are_halves(layers)
+
+
+def is_relu_to_square(activation: object) -> bool:
+    """Return whether this is a plain ReLU, and torch's own methods square its result."""
+    is_plain = why_no_activation(activation) is None and known_activation(activation) == "relu"
+    return is_plain and are_in_place(SQUARE)
 
 
 def are_ordinary(*values: object) -> bool:

@@ -9,7 +9,7 @@ from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn import Module, ModuleList
+from torch.nn import Module, ModuleDict, ModuleList
 from torch.nn.utils import parametrize
 
 from mpkernels._torch_private.modules import books_of
@@ -18,7 +18,15 @@ from mpkernels.nn.fusing.classes import Recipe, innermost
 from mpkernels.nn.fusing.inlined_names import dotted, short
 from mpkernels.nn.fusing.loops import Loop
 from mpkernels.nn.fusing.originals import DROPOUT, GELU, TORCH_CHUNK
-from mpkernels.nn.fusing.recognise import is_activation, is_layer, is_linear, known_activation, uses_activation, why_not
+from mpkernels.nn.fusing.recognise import (
+    is_activation,
+    is_layer,
+    is_linear,
+    known_activation,
+    names_in,
+    uses_activation,
+    why_not,
+)
 from mpkernels.nn.fusing.rewrite import NotRewritableError, sites_of
 from mpkernels.nn.fusing.safe_lookup import UNSEEN, attribute_of, has_plain_attributes, own_values
 from mpkernels.nn.fusing.sites import Site, partition
@@ -49,10 +57,10 @@ def decide(module: Module, kind: type) -> Decision:
 
 
 def _refuse_foreign_forward(module: Module, kind: type) -> None:
-    if "forward" in vars(module):
-        raise NotRewritableError("was replaced on this instance")
     if isinstance(module, torch.jit.ScriptModule | torch.fx.GraphModule):
         raise NotRewritableError("was generated")
+    if "forward" in vars(module):
+        raise NotRewritableError("was replaced on this instance")
     if not has_plain_attributes(kind):
         raise NotRewritableError("reads attributes by code of its class's own")
     if parametrize.is_parametrized(module) and type(module) is kind:  # and it wasn't fused before
@@ -103,7 +111,7 @@ def _methods_in_reach(kind: type) -> Iterator[tuple[str, FunctionType, list[Site
                 raise
             continue
         yield name, function, sites
-        methods = [it for it in function.__code__.co_names if it not in names and not hasattr(Module, it)]
+        methods = [it for it in names_in(function.__code__) if it not in names and not hasattr(Module, it)]
         names += [it for it in methods if isinstance(inspect.getattr_static(kind, it, None), FunctionType)]
 
 
@@ -121,12 +129,14 @@ def _why_left(site: Site, module: Module, function: FunctionType) -> str | None:
         return None
     if site.is_tanh_form and activation is not GELU:
         return None
+    if site.is_squared and known_activation(activation) != "relu":
+        return None
     if site.dropout is not None and _resolve(site.dropout.called, module, function) is not DROPOUT:
         return None
     if site.chunk is not None and _resolve(site.chunk, module, function) is not TORCH_CHUNK:
         return None
     gates = layers[: len(site.gates)]
-    reason = why_not(*named)
+    reason = why_not(*named) or site.why_left
     if gates and not reason and not calls.are_halves(gates):
         return f"{short(site.layers[0])} is not as wide as what it multiplies"
     attributes = [it.node for it in site.reads or () if isinstance(it.node, ast.Attribute)]
@@ -143,15 +153,17 @@ def _resolve(expression: Any, module: Module, function: FunctionType) -> Any:
 
 
 def _computed_by(site: Site, module: Module, function: FunctionType) -> str:
-    name = "gelu_tanh" if site.is_tanh_form else known_activation(_resolve(site.activation, module, function))
-    return f"{site.kind}, {name}"
+    name = known_activation(_resolve(site.activation, module, function))
+    return f"{site.kind}, {'gelu_tanh' if site.is_tanh_form else 'relu2' if site.is_squared else name}"
 
 
 def _holds_both(module: Module) -> str:
-    """Return the class's name if the module, or a list in it, has an activation and a matrix to multiply with."""
+    """Return the class's name if the module, with its lists and dicts, has an activation and a matrix to multiply."""
+    if isinstance(module, torch.jit.ScriptModule):  # which doesn't tell its activations
+        return module.original_name if any(map(is_linear, module.children())) else ""
     attributes = own_values(module)
     parameters, _, children = books_of(attributes)
-    lists = [child for child in children.values() if type(child) is ModuleList]
+    lists = [child for child in children.values() if type(child) in (ModuleList, ModuleDict)]
     listed = [inner for modules in lists for inner in sequential.modules_of(modules)]
     has_matrix = any(map(is_linear, (*children.values(), *attributes.values(), *listed)))
     has_matrix = has_matrix or any(it is not None and it.ndim > 1 for it in parameters.values())

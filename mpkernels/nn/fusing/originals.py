@@ -74,6 +74,7 @@ _FUNCTIONS_IN_LIBRARIES: dict[str, tuple[tuple[Any, str], ...]] = {
 _IN_LIBRARIES = {name: _originals(*functions) for name, functions in _FUNCTIONS_IN_LIBRARIES.items()}
 _known_runs: dict[type, tuple[Attribute, ...]] = {}  # filled when a class is first met
 GATE = _originals((Tensor, "__mul__"))
+SQUARE = _originals((Tensor, "square"), (Tensor, "pow"), (Tensor, "__pow__"))
 CHUNK = _originals((Tensor, "chunk"), (torch, "chunk"))
 
 TORCH_CHUNK = _original(torch, "chunk")

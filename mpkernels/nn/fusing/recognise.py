@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 from functools import partial
-from types import BuiltinFunctionType, FunctionType
+from types import BuiltinFunctionType, CodeType, FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.jit import ScriptModule
 from torch.nn import Conv1d, Conv2d, Conv3d, Dropout, Identity, Linear, Module, Parameter, functional
 
 from mpkernels._shared.parameters import is_sharded
@@ -52,7 +53,10 @@ def is_conv1d(layer: object) -> bool:
 
 _NO_ACTIVATIONS = torch.nn.Softmax | torch.nn.LogSoftmax | torch.nn.Softmax2d | torch.nn.MultiheadAttention
 _HOMES = ("torch.nn.modules.activation", "transformers.activations")
-_OTHERS = {getattr(functional, name) for name in ("elu", "selu", "celu", "leaky_relu", "relu6", "mish", "hardswish")}
+_OTHERS: set[Any] = {
+    *(functional.elu, functional.selu, functional.celu, functional.glu),
+    *(functional.leaky_relu, functional.relu6, functional.mish, functional.hardswish),
+}
 _NAMES = {it.__name__ for it in (*_FUNCTIONS, *_OTHERS)}
 
 
@@ -72,8 +76,15 @@ def uses_activation(module: object) -> bool:
     if any(map(is_activation, (*books_of(attributes)[-1].values(), *attributes.values()))):
         return True
     classes = [it for it in type(module).__mro__ if it not in Module.__mro__]
-    methods = [it for kind in classes for it in vars(kind).values() if isinstance(it, FunctionType)]
-    return any(not _NAMES.isdisjoint(it.__code__.co_names) for it in methods)
+    values = [it for kind in classes for it in vars(kind).values()]
+    methods = [it.__func__ if isinstance(it, staticmethod | classmethod) else it for it in values]
+    return any(not _NAMES.isdisjoint(names_in(it.__code__)) for it in methods if isinstance(it, FunctionType))
+
+
+def names_in(code: CodeType) -> list[str]:
+    """Return the globals and attributes that a function and its inner functions name."""
+    inner = [name for it in code.co_consts if isinstance(it, CodeType) for name in names_in(it)]
+    return [*code.co_names, *inner]
 
 
 def is_layer(value: object) -> bool:
@@ -86,6 +97,8 @@ def is_linear(value: object) -> bool:
     """Return whether this is a linear layer, or a wrapper that looks like one."""
     if issubclass(type(value), Linear) or is_conv1d(value):
         return True
+    if issubclass(type(value), ScriptModule):  # whose attributes aren't in its __dict__
+        return getattr(value, "original_name", "") == "Linear"
     attributes = own_values(value)
     weight: Any = attributes.get("weight", books_of(attributes)[0].get("weight"))
     return "in_features" in attributes or (issubclass(type(weight), Tensor) and weight.ndim == 2)

@@ -13,8 +13,13 @@ from mpkernels._shared.call_model import call
 from mpkernels._shared.report_tables import Report, Table
 from mpkernels._shared.saved_for_backward import saved_storages
 from mpkernels._torch_private.tensors import storage_of
+from mpkernels.distributed.restoring import restored
 from mpkernels.nn.fusing.classes import become
 
+_NOTHING = (
+    "Nothing to fuse: fuse found no activation of a linear layer's output. It reads each module's forward, and the "
+    "methods that a forward calls, but no other functions."
+)
 _WHO_COMPUTES = (
     "A table chooses, by device, dtype and size, which of these calls our kernels compute, and which torch; "
     "mpkernels.tune(model, inputs) times both."
@@ -51,12 +56,20 @@ class FuseReport(Report):
         """Return how many bytes a forward saves for the backward, plain and fused. Parameters and buffers don't count.
 
         The model runs twice, on the same random numbers, as ``model(*inputs)``, or ``model(**inputs)`` for a mapping.
-        After a dry run, it is fused for this measurement only.
+        After a dry run, it is fused for this measurement only. Each run leaves parameters, buffers and attributes of
+        modules as they were; meanwhile the host keeps a copy.
         """
         sizes = []
+        device = next((it.device for it in self._model.parameters()), torch.device("cpu"))
         not_counted = {storage_of(it) for it in (*self._model.parameters(), *self._model.buffers())}
         for fused in (False, True):
-            with self._with_classes(fused), torch.random.fork_rng(), torch.enable_grad(), saved_storages() as saved:
+            with (
+                restored([self._model], device),
+                self._with_classes(fused),
+                torch.random.fork_rng(),
+                torch.enable_grad(),
+                saved_storages() as saved,
+            ):
                 call(self._model, inputs)
             sizes.append(sum(size for storage, size in saved.items() if storage.cdata not in not_counted))
         return SavedBytes(*sizes)
@@ -75,7 +88,7 @@ class FuseReport(Report):
 
     def _parts(self) -> list[str | Table]:
         if not (self.fused or self.left):
-            return ["Nothing to fuse: no module applies an activation to the output of its linear layer."]
+            return [_NOTHING]
         fused = _table(("fused", "what stood there", "becomes a call of"), self.fused)
         left = _table(("left", "what stands there", "why"), self.left)
         return [fused, "", left, *["", _WHO_COMPUTES] * bool(self.fused)]
@@ -83,9 +96,11 @@ class FuseReport(Report):
 
 def _table(head: tuple[str, str, str], sites: Sequence[tuple[str, str, str]]) -> Table:
     """Return the table with one row for equal sites of many layers: a star stands for their numbers, with a count."""
-    counts: dict[tuple[str, ...], int] = {}
+    alike: dict[tuple[str, ...], list[str]] = {}
     for module, *rest in sites:
-        key = (re.sub(r"\b\d+\b", "*", module) or "(the model)", *rest)
-        counts[key] = counts.get(key, 0) + 1
-    rows = [(f"{module} ({count})" if count > 1 else module, *rest) for (module, *rest), count in counts.items()]
+        alike.setdefault((re.sub(r"\b\d+\b", "*", module), *rest), []).append(module)
+    rows = []
+    for (starred, *rest), modules in alike.items():
+        name = (starred if len({*modules}) > 1 else modules[0]) or "(the model)"
+        rows.append((f"{name} ({len(modules)})" if len(modules) > 1 else name, *rest))
     return Table(head, rows or [("nothing", "", "")])

@@ -161,11 +161,13 @@ def _texts(site: Site, names: Mapping[int, str]) -> tuple[str, str]:
     def text(*nodes: ast.expr) -> str:
         return "".join(f"{names.get(id(node)) or ast.unparse(node)}, " for node in nodes)
 
-    activation = "'gelu_tanh', " if site.is_tanh_form else text(site.activation)
+    activation = "'gelu_tanh', " if site.is_tanh_form else "'relu2', " if site.is_squared else text(site.activation)
     shared = f"{text(site.x)} ({text(*site.layers)}), {activation} ({text(*site.between)})"
     tests = [f"{CALLS}.are_plain({shared})"]
     if site.is_tanh_form:
         tests.append(f"{ast.unparse(site.activation)} is {CALLS}.GELU")
+    if site.is_squared:
+        tests.append(f"{CALLS}.is_relu_to_square({text(site.activation)})")
     if site.gates:
         tests.append(f"{CALLS}.are_gates(({text(*site.gates)}), {text(site.chunk) if site.chunk else ''})")
     if operands := [it.node for it in site.reads or () if it.is_operand]:

@@ -30,8 +30,11 @@ def compute(kind: Kind, x: Tensor, params: Parameters, casts: Casts, kernel: str
     ``casts`` has the fp32 parameters in x's dtype; ``kernel`` is as ``Op.by`` takes it.
     """
     if derives_forward() or (torch.is_grad_enabled() and (params.weight.requires_grad or _wants(x, params))):
-        apply: Any = _Block.apply if torch.compiler.is_compiling() else _apply
         count = 2 if kind.op == "linear_act" else len(params)  # each argument costs a small layer time
+        apply: Any = _apply
+        if torch.compiler.is_compiling():
+            apply, (x, *others) = _Block.apply, _each_once(x, *params)
+            params = Parameters(*others)
         y: Tensor = apply(x, *params[:count], casts and casts[:count], kind, kernel, shape)[0]
         return y
     h, _ = begin(kind, x, kernel, False, *(params if casts is None else replaced(params, casts)))
@@ -40,6 +43,14 @@ def compute(kind: Kind, x: Tensor, params: Parameters, casts: Casts, kernel: str
     h = functional.dropout(h, kind.dropout) if kind.dropout else h
     last = None if casts is None else (*casts[4:], None, None, None, None)
     return compute(Kind(kind.op, "none"), h, Parameters(params.out_weight, params.out_bias), last, kernel, shape)
+
+
+def _each_once(*tensors: Any) -> list[Any]:
+    """Return the tensors, with views for those that come again: torch.compile refuses to pass one tensor twice."""
+    return [
+        it.view_as(it) if it is not None and True in [it is earlier for earlier in tensors[:at]] else it
+        for at, it in enumerate(tensors)
+    ]
 
 
 def _wants(x: Tensor, params: Parameters) -> bool:

@@ -2,7 +2,10 @@
 
 import functools
 
+import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.nn.fusing.models import Mlp
 
@@ -211,6 +214,36 @@ class OtherLinear(Mlp):
         return self.act(self.fc1(x))
 
 
+class InAnInnerFunction(Mlp):
+    def forward(self, x):
+        def run(h):
+            h = self.fc1(h)
+            h = self.act(h)
+            return self.fc2(h)
+
+        return checkpoint(run, x, use_reentrant=False)
+
+
+class InALambda(Mlp):
+    def forward(self, x):
+        return checkpoint(lambda h: self.fc2(self.act(self.fc1(h))), x, use_reentrant=False)
+
+
+class InAComprehension(Mlp):
+    def forward(self, x):
+        return torch.stack([F.relu(self.fc1(it)) for it in x])
+
+
+class GluOfADimension(Mlp):
+    def forward(self, x):
+        return F.glu(self.packed(x), -1)
+
+
+class ActivationInPlace(Mlp):
+    def forward(self, x):
+        return F.relu(self.fc1(x), inplace=True)
+
+
 LEFT = {
     HiddenIsUsedAgain: "its forward applies no",
     HiddenIsCapturedBefore: "its forward applies no",
@@ -236,5 +269,10 @@ LEFT = {
     HasNoSource: "its forward has no source",
     UnknownActivation: "act is no activation that mpkernels knows",
     SubclassedActivation: "its forward applies no",
+    InAnInnerFunction: "it stands in an inner function or a comprehension",
+    InALambda: "it stands in an inner function or a comprehension",
+    InAComprehension: "it stands in an inner function or a comprehension",
+    GluOfADimension: "glu is no activation that mpkernels knows",
+    ActivationInPlace: "relu is called with inplace=True",
     OtherLinear: "fc1 is no plain torch.nn.Linear",
 }

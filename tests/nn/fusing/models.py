@@ -159,6 +159,12 @@ class InMethod(Mlp):
         return self.fc2(self.dropout(self.act(self.fc1(x))))
 
 
+class InMethodOfALambda(InMethod):
+    def forward(self, x):
+        run = lambda h: self._block(h)  # noqa: E731
+        return x + run(x)
+
+
 class InBranchAndLoop(Mlp):
     def forward(self, x):
         for _ in range(2):
@@ -196,6 +202,24 @@ class AfterAMethod(Mlp):
     def forward(self, x):
         h = self.act(self.fc1(x))
         return x.add(self.fc2(h))
+
+
+class Squared(Mlp):
+    def forward(self, x):
+        return x + self.fc2(F.relu(self.fc1(self.norm(x))).square())
+
+
+class SquaredByAnOperator(Mlp):
+    def forward(self, x):
+        h = torch.relu(self.fc1(x))
+        h = h**2
+        h = self.dropout(h)
+        return self.fc2(h)
+
+
+class GatedBySquares(Mlp):
+    def forward(self, x):
+        return self.fc2(F.relu(self.fc1(x)).pow(2) * self.up(x))
 
 
 class UnderAContext(Mlp):
@@ -237,11 +261,15 @@ FORMS = {
     PackedGateLast: ["gated_mlp"],
     PackedByTorch: ["gated_linear"],
     InMethod: ["mlp"],
+    InMethodOfALambda: ["mlp"],
     InBranchAndLoop: ["mlp", "mlp"],
     TwoInARow: ["linear_act", "mlp"],
     Nested: ["linear_act"],
     AfterOperators: ["mlp"],
     AfterAMethod: ["mlp"],
+    Squared: ["mlp"],
+    SquaredByAnOperator: ["mlp"],
+    GatedBySquares: ["gated_mlp"],
     UnderAContext: ["linear_act"],
     Private: ["linear_act"],
     Keywords: ["linear_act"],

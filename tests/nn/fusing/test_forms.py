@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from torch import nn
 from torch.testing import assert_close
 
 from mpkernels.nn import fuse, unfuse
@@ -70,6 +71,35 @@ def test_a_form_is_left_with_a_reason(form, reason):
         assert len(report.left) == 1
 
 
+class InAStaticMethod(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc1 = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.activated(self.fc1, x)
+
+    @staticmethod
+    def activated(layer, x):
+        return F.relu(layer(x))
+
+
+class InAModuleDict(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleDict({"fc": nn.Linear(8, 8), "act": nn.GELU()})
+
+    def forward(self, x):
+        return self.layers["act"](self.layers["fc"](x))
+
+
+@pytest.mark.parametrize("form", [InAStaticMethod, InAModuleDict])
+def test_a_module_whose_forward_calls_no_named_layer_is_left(form):
+    [site] = fuse(form()).left
+    assert site.stood_there == form.__name__
+    assert site.reason.startswith("its forward applies no activation")
+
+
 class OneLayerForGateAndUp(Mlp):
     def forward(self, x):
         return self.act(self.fc1(x)) * self.fc1(x)
@@ -80,7 +110,22 @@ class AnotherDropout(Mlp):
         return self.fc2(F.alpha_dropout(self.act(self.fc1(x)), p=self.rate, training=self.training))
 
 
-@pytest.mark.parametrize("form", [OneLayerForGateAndUp, AnotherDropout])
+class Cubed(Mlp):
+    def forward(self, x):
+        return self.fc2(F.relu(self.fc1(x)) ** 3)
+
+
+class SquaredGelu(Mlp):
+    def forward(self, x):
+        return self.fc2(self.act(self.fc1(x)).square())
+
+
+class SquaredByTorch(Mlp):
+    def forward(self, x):
+        return self.fc2(torch.square(F.relu(self.fc1(x))))
+
+
+@pytest.mark.parametrize("form", [OneLayerForGateAndUp, AnotherDropout, Cubed, SquaredGelu, SquaredByTorch])
 def test_only_the_first_part_of_a_form_is_fused(form):
     model = form()
     want = results(model)

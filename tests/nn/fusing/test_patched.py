@@ -14,7 +14,20 @@ from torch.testing import assert_close
 from mpkernels.nn import fuse
 from tests.nn.fusing import as_diffusers
 from tests.nn.fusing.feed_forwards import FeedForward, made
-from tests.nn.fusing.models import Function, Gated, InMethod, Keywords, Mlp, Packed, PackedByTorch, X, recorded_ops
+from tests.nn.fusing.models import (
+    Function,
+    Gated,
+    GatedBySquares,
+    InMethod,
+    Keywords,
+    Mlp,
+    Packed,
+    PackedByTorch,
+    Squared,
+    SquaredByAnOperator,
+    X,
+    recorded_ops,
+)
 
 
 class WithDropout(Mlp):
@@ -52,6 +65,9 @@ PATCHES = [
     (Packed, torch.Tensor, "chunk"),
     (PackedByTorch, torch, "chunk"),
     (Gated, torch.Tensor, "__mul__"),
+    (Squared, torch.Tensor, "square"),
+    (SquaredByAnOperator, torch.Tensor, "__pow__"),
+    (GatedBySquares, torch.Tensor, "pow"),
     (Gated, F, "linear"),
     (sequential, nn.Linear, "forward"),
     (sequential, nn.Dropout, "forward"),

@@ -176,6 +176,27 @@ def test_a_recorded_model_runs_as_it_was_written(recorder, name):
     torch.compiler.reset()
 
 
+@pytest.mark.parametrize("recorder", ["jit.trace", "jit.script", "fx"])
+def test_a_recorded_part_is_left_and_the_rest_is_fused(recorder):
+    model = nn.Sequential(RECORDERS[recorder](sequential(), X), nn.Linear(8, 8), nn.GELU())
+    kinds, want = [type(it) for it in model.modules()], model(X)
+    for dry_run in (True, False, False):
+        report = fuse(model, dry_run)
+        assert [it[:2] for it in report.fused] == [("", "Linear, GELU")]
+        assert report.left == [("0", "Sequential", "its forward was generated")]
+        assert report.saved_bytes(X).plain > 0
+        assert "its forward was generated" in str(report)
+        assert_close(model(X), want)
+    unfuse(model)
+    assert [type(it) for it in model.modules()] == kinds
+
+
+def test_a_scripted_linear_is_no_plain_one():
+    model = nn.Sequential(torch.jit.script(nn.Linear(8, 8)), nn.GELU())
+    [site] = fuse(model).left
+    assert site.reason == "RecursiveScriptModule is no plain torch.nn.Linear"
+
+
 def test_a_parametrized_model_can_be_fused_and_unfused():
     model, plain = Mlp(), Mlp()
     for it in (model, plain):
@@ -225,6 +246,25 @@ def test_a_fused_model_can_become_mixed_and_come_back():
     to_full(model, optimizer)
     assert type(model) is kind
     unfuse(model)
+    assert type(model) is Mlp
+
+
+@pytest.mark.parametrize("unfuses_first", [True, False])
+def test_a_mixed_model_can_be_fused_and_come_back(unfuses_first):
+    model = Mlp()
+    optimizer = AdamW(model.parameters())
+    to_mixed(model, optimizer=optimizer)
+    kind, want = type(model), model(X)
+    assert fuse(model).left == []
+    copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    for it, ops in ((model, ["mlp"]), *((copied, []) for copied in copies)):
+        with recorded_ops() as ran:
+            assert_close(it(X), want)
+        assert ran == ops
+    if unfuses_first:
+        unfuse(model)
+        assert type(model) is kind
+    to_full(model, optimizer)
     assert type(model) is Mlp
 
 
