@@ -288,22 +288,3 @@ def test_the_first_backward_after_a_load_steps_a_deep_model(master, released_fir
             model(torch.full((8, 64), 1.0 + seed, dtype=B16)).float().square().mean().backward()
             optimizer.step()
     assert all(map(same_bits, models[0].parameters(), models[1].parameters()))
-
-
-@pytest.mark.parametrize("releases", [True, False])
-def test_a_new_optimizer_ends_what_an_earlier_one_does_in_the_backward(releases):
-    """As where a notebook's cell runs again: nobody holds the earlier optimizer any more, but its hooks would step."""
-    model, plain = network(), network()
-    AdamW(model.parameters(), lr=0.5).release_grads()
-    with pytest.warns(UserWarning, match=r"^AdamW: params have an earlier optimizer whose release_grads\(\)"):
-        optimizer = AdamW(model.parameters(), lr=0.25)
-    if releases:
-        optimizer.release_grads()
-    assert_same_steps((model, plain), (optimizer, AdamW(plain.parameters(), lr=0.25)))
-
-
-def test_after_remove_a_new_optimizer_has_nothing_to_end(recwarn):
-    model = network()
-    AdamW(model.parameters()).release_grads().remove()
-    AdamW(model.parameters())
-    assert not recwarn.list
