@@ -27,6 +27,7 @@ def test_a_new_optimizer_ends_what_an_earlier_one_does_in_the_backward(releases)
 
 def test_after_remove_a_new_optimizer_has_nothing_to_end(recwarn):
     model = network()
-    AdamW(model.parameters()).release_grads().remove()
+    release = AdamW(model.parameters()).release_grads()
+    release.remove()
     AdamW(model.parameters())
     assert not recwarn.list
