@@ -7,6 +7,7 @@ all before it.
 import hashlib
 import io
 import os
+import pickle
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -52,26 +53,30 @@ def save(path: str | os.PathLike[str], **objects: Any) -> None:
         _refuse_parts(objects, states)
     with replacing(Path(path)) as file:
         summed: Any = _Summed(file)
-        torch.save(states, summed)
+        try:
+            torch.save(states, summed)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            _refuse_unreadable(states, str(error))
+            raise
         summed.write(_MARK + _VERSION)
         file.write(summed.digest.digest())
         file.flush()
         if unsafe := get_unsafe_globals_in_checkpoint(file.name):  # reads no tensor
-            _refuse_unreadable(states, unsafe)
+            _refuse_unreadable(states, ", ".join(unsafe))
 
 
-def _refuse_unreadable(states: dict[str, Any], unsafe: list[str]) -> None:
-    """Raise, and name the value that a load would refuse because of these unsafe classes and functions."""
+def _refuse_unreadable(states: dict[str, Any], why: str) -> None:
+    """Raise, and name the value that can't be saved, or that a load would refuse."""
     visited: set[int] = set()
     found = (_unreadable_in(name, value, visited) for name, value in states.items())
     value: Any
     place, value = next(filter(None, found), ("objects", None))
     if is_lazy(value):
         raise ValueError(f"checkpoint.save: {place} must be initialised, got a lazy parameter; run a forward first")
-    got = ", ".join(unsafe) if value is None else f"{type(value).__module__}.{type(value).__qualname__}"
+    got = why if value is None else f"{type(value).__module__}.{type(value).__qualname__}"
     raise TypeError(
         f"checkpoint.save: {place} must be a tensor, number, string, list, dict or another value that load reads, got "
-        f"{got}; convert it (NumPy's values by tolist()), or allow its class by torch.serialization.add_safe_globals"
+        f"{got}; convert it (NumPy's values by tolist())"
     )
 
 
@@ -86,7 +91,10 @@ def _unreadable_in(place: str, value: Any, visited: set[int]) -> tuple[str, Any]
     if type(value) in _READABLE:
         return None
     data = io.BytesIO()
-    torch.save(value, data)
+    try:
+        torch.save(value, data)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        return place, value
     data.seek(0)
     return (place, value) if get_unsafe_globals_in_checkpoint(data) else None
 

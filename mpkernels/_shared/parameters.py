@@ -92,10 +92,12 @@ def set_grad_dtype(param: Tensor, dtype: torch.dtype | None) -> None:
         param.grad = grad.to(dtype or param.dtype)
 
 
-def refuse_sparse(grad: Tensor | None) -> None:
-    """Raise torch's AdamW's error if the grad is sparse."""
+def refuse_sparse(name: str, grad: Tensor | None) -> None:
+    """Raise if the grad is sparse; for AdamW and Adam, torch's error."""
     if grad is not None and grad.is_sparse:
-        raise RuntimeError("Adam does not support sparse gradients, please consider SparseAdam instead")
+        if name.startswith("Adam"):
+            raise RuntimeError("Adam does not support sparse gradients, please consider SparseAdam instead")
+        raise RuntimeError(f"{name} does not support sparse gradients")
 
 
 def refuse_unserved(op: str, argument: str, tensors: Iterable[Tensor]) -> None:

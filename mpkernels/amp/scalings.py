@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mpkernels._shared.parameters import put_on
@@ -20,6 +21,7 @@ DEFAULTS = {
     "max_scale": math.inf,
     "hysteresis": 1,
 }
+_SMALLEST, _LARGEST = 2.0**-149, torch.finfo(torch.float32).max
 BEYOND_TORCH = ("min_scale", "max_scale", "hysteresis")
 
 
@@ -52,15 +54,18 @@ def _schedule(scaling: Any) -> Schedule:
     _require(is_list and all(isinstance(it, Sequence) and len(it) == 2 for it in scaling), "scaling", wanted, scaling)
     steps = [step for step, _ in scaling]
     _require(steps[0] == 0 and steps == sorted(set(steps)), "scaling", "steps that ascend from 0", scaling)
-    _require(all(0 < scale < math.inf for _, scale in scaling), "scaling", "finite scales above 0", scaling)
+    in_range = all(_SMALLEST <= scale <= _LARGEST for _, scale in scaling)
+    _require(in_range, "scaling", "finite fp32 scales above 0", scaling)
     return Steps(scaling)
 
 
 def scale_at(schedule: Schedule, updates: int) -> float:
     """Return the scale of a schedule, which a user's function may get wrong."""
     scale = schedule(updates)
-    if not 0 < scale < math.inf:
-        raise ValueError(f"GradScaler: scaling must return finite scales above 0, got {scale} after {updates} updates")
+    if not isinstance(scale, int | float) or not _SMALLEST <= scale <= _LARGEST:
+        raise ValueError(
+            f"GradScaler: scaling must return finite fp32 scales above 0, got {scale} after {updates} updates"
+        )
     return scale
 
 

@@ -15,6 +15,7 @@ from mpkernels.amp.policy import global_policy
 from mpkernels.distributed.restoring import restored
 from mpkernels.memory import measure
 from mpkernels.optim import AdamW
+from mpkernels.optim.gradient_release import releases_of
 from mpkernels.overflow.first_nonfinite import tensors_in
 
 _SHARE = 0.7  # the part of a host's available memory that a step may take
@@ -70,6 +71,10 @@ def find_max_batch_size(
         refuse_meta("find_max_batch_size", model)
         if not any(it.requires_grad for it in params):
             raise ValueError("find_max_batch_size: model must have a parameter to train, got one without")
+        if releases_of(params):
+            raise ValueError(
+                "find_max_batch_size: model must keep its grads, got one after release_grads; call it before"
+            )
         restore = [model, *restore]
     device = torch.device(device or (params[0].device if params else machines_device()))
     # A model from to_mixed casts its inputs itself.

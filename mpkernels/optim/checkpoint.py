@@ -14,7 +14,8 @@ from mpkernels.optim import group_options, param_state
 from mpkernels.optim.offload import home_of
 
 _MASTERS = ("remainder", "master", "master_param")
-_STATES = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"}  # of any rule, ours and torch's
+# Of any rule, ours and torch's.
+_STATES = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "exp_inf", "mu_product"}
 
 
 @contextmanager

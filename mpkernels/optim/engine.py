@@ -137,7 +137,7 @@ class Engine(torch.optim.Optimizer):
                 take_step(params, sharded)
             except (RuntimeError, TypeError) as error:
                 for param in params:
-                    refuse_sparse(param.grad)
+                    refuse_sparse(type(self).__name__, param.grad)
                 if isinstance(error, NotImplementedError):
                     refuse_unserved(type(self).__name__, "params", params)
                 if not any(plan.has_moved for plan in self._plans):
@@ -233,7 +233,7 @@ class Engine(torch.optim.Optimizer):
         return [Plan(self._rule, rows, places_there, self._ledger, parts) for places_there in by_devices.values()]
 
     def _state_of(self, param: Tensor, grad: Tensor | None, group: dict[str, Any]) -> dict[str, Tensor]:
-        refuse_sparse(grad)
+        refuse_sparse(type(self).__name__, grad)
         home, known = param, self.state.get(param, {})
         if self._offload is not None:
             home, known = self._offload.placed(param, known)

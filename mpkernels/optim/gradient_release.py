@@ -2,7 +2,7 @@
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -148,18 +148,22 @@ class GradientRelease:
                 set_grad_dtype(param, width)
 
 
-def end_of_others(name: str, params: Sequence[Tensor]) -> None:
+def releases_of(params: Iterable[Tensor]) -> list[GradientRelease]:
+    """Return what frees the grads of these parameters now."""
+    found = [known() for it in params if (known := _last_release.get(it)) is not None]
+    return [release for release in dict.fromkeys(found) if release is not None and release.is_on]
+
+
+def end_of_others(name: str, params: Iterable[Tensor]) -> None:
     """End what an earlier optimizer's release_grads does to these parameters: it would go on to step them, also where
     nobody holds that optimizer any more."""
-    releases = [release for it in params if (known := _last_release.get(it)) is not None and (release := known())]
-    for release in releases:
-        if release.is_on:
-            release.remove()
-            warnings.warn(
-                f"{name}: params have an earlier optimizer whose release_grads() steps or frees their grads; it has "
-                "been ended, for this optimizer would get none",
-                stacklevel=2,
-            )
+    for release in releases_of(params):
+        release.remove()
+        warnings.warn(
+            f"{name}: params have an earlier optimizer whose release_grads() steps or frees their grads; it has been "
+            "ended, for this optimizer would get none",
+            stacklevel=2,
+        )
 
 
 def _narrow(param: Tensor) -> None:
