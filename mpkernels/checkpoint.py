@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from types import NoneType
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ _MARK, _VERSION = b"mpkernels checkpoint ", b"0001"
 _DIGEST = hashlib.sha256
 _END = len(_MARK) + len(_VERSION) + _DIGEST().digest_size
 _READABLE = (dict, OrderedDict, list, tuple, Tensor, nn.Parameter, str, int, float, bool, NoneType)  # if all inside is
+_NOT_PICKLED = pickle.PicklingError, AttributeError, TypeError  # which pickle raises for what it can't save
 
 
 def save(path: str | os.PathLike[str], **objects: Any) -> None:
@@ -55,9 +56,8 @@ def save(path: str | os.PathLike[str], **objects: Any) -> None:
         summed: Any = _Summed(file)
         try:
             torch.save(states, summed)
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
+        except _NOT_PICKLED as error:
             _refuse_unreadable(states, str(error))
-            raise
         summed.write(_MARK + _VERSION)
         file.write(summed.digest.digest())
         file.flush()
@@ -65,7 +65,7 @@ def save(path: str | os.PathLike[str], **objects: Any) -> None:
             _refuse_unreadable(states, ", ".join(unsafe))
 
 
-def _refuse_unreadable(states: dict[str, Any], why: str) -> None:
+def _refuse_unreadable(states: dict[str, Any], why: str) -> NoReturn:
     """Raise, and name the value that can't be saved, or that a load would refuse."""
     visited: set[int] = set()
     found = (_unreadable_in(name, value, visited) for name, value in states.items())
@@ -93,7 +93,7 @@ def _unreadable_in(place: str, value: Any, visited: set[int]) -> tuple[str, Any]
     data = io.BytesIO()
     try:
         torch.save(value, data)
-    except (pickle.PicklingError, AttributeError, TypeError):
+    except _NOT_PICKLED:
         return place, value
     data.seek(0)
     return (place, value) if get_unsafe_globals_in_checkpoint(data) else None

@@ -72,7 +72,7 @@ def to_mixed(
     for name, param, goal in goals:
         _check(name, param, goal, dtype)
     engine = None if optimizer is None else _checked("to_mixed", optimizer)
-    if engine is not None and not any(param in set(params_of(engine)) for param in model.parameters()):
+    if engine is not None and set(params_of(engine)).isdisjoint(model.parameters()):
         raise ValueError("to_mixed: optimizer must hold parameters of the model, got one that holds none of them")
     with torch.no_grad():
         for _, param, goal in goals:

@@ -14,8 +14,8 @@ from mpkernels.optim import group_options, param_state
 from mpkernels.optim.offload import home_of
 
 _MASTERS = ("remainder", "master", "master_param")
-# Of any rule, ours and torch's.
-_STATES = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "exp_inf", "mu_product"}
+# What torch's optimizers and ours keep for a parameter. A load refuses what its own rule doesn't keep.
+_KNOWN_STATES = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "exp_inf", "mu_product"}
 
 
 @contextmanager
@@ -121,7 +121,7 @@ def _check(op: str, rule: Rule, number: object, state: dict[str, Any], param: Te
     if not set(needed) <= state.keys():
         wanted, got = " and ".join(needed), ", ".join(map(str, state))
         raise ValueError(f"{op}: state[{number!r}] must have {wanted}, got {got}")
-    if foreign := sorted(_STATES.intersection(state).difference(rule.states)):
+    if foreign := sorted(_KNOWN_STATES.intersection(state).difference(rule.states)):
         raise ValueError(f"{op}: state[{number!r}] must be of the same rule, got another's: {', '.join(foreign)}")
     for key in (*rule.states, *_MASTERS):
         if key in state and not isinstance(state[key], Tensor):

@@ -25,7 +25,7 @@ from mpkernels.optim import (
     zero_redundancy,
 )
 from mpkernels.optim import offload as offloading
-from mpkernels.optim.gradient_release import GradientRelease, end_of_others, steps_in_backward
+from mpkernels.optim.gradient_release import GradientRelease, end_earlier_releases, steps_in_backward
 from mpkernels.optim.optimizer_rule import OptimizerRule
 from mpkernels.optim.plan import Foundations, Plan, Verdict
 from mpkernels.optim.step_outcome import StepOutcome, found_here, shown_guard
@@ -78,7 +78,7 @@ class Engine(torch.optim.Optimizer):
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
-        end_of_others(type(self).__name__, group["params"])
+        end_earlier_releases(type(self).__name__, group["params"])
         if self._release is not None:
             self._release.add_to_host(group["params"])
 

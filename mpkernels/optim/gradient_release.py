@@ -154,7 +154,7 @@ def releases_of(params: Iterable[Tensor]) -> list[GradientRelease]:
     return [release for release in dict.fromkeys(found) if release is not None and release.is_on]
 
 
-def end_of_others(name: str, params: Iterable[Tensor]) -> None:
+def end_earlier_releases(name: str, params: Iterable[Tensor]) -> None:
     """End what an earlier optimizer's release_grads does to these parameters: it would go on to step them, also where
     nobody holds that optimizer any more."""
     for release in releases_of(params):

@@ -27,7 +27,7 @@ from mpkernels.optim import (
     torchao_offload,
     wrappable,
 )
-from mpkernels.optim.gradient_release import end_of_others
+from mpkernels.optim.gradient_release import end_earlier_releases
 
 
 def _of_wrapped(name: str) -> Any:
@@ -82,7 +82,7 @@ class Masters(Optimizer):
         group_options.check_global("Masters", max_norm, guard)
         self.__setstate__({"wrapped": optimizer, "max_norm": max_norm, "guard": guard})
         torchao_offload.refuse(self, params_of(optimizer))
-        end_of_others("Masters", params_of(optimizer))
+        end_earlier_releases("Masters", params_of(optimizer))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.wrapped = state["wrapped"]  # first, because `defaults` is read from wrapped
@@ -114,7 +114,7 @@ class Masters(Optimizer):
         except ValueError:
             self.param_groups.pop()
             raise
-        end_of_others("Masters", self.param_groups[-1]["params"])
+        end_earlier_releases("Masters", self.param_groups[-1]["params"])
         self._fp32_states = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:

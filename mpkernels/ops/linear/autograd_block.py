@@ -46,7 +46,8 @@ def compute(kind: Kind, x: Tensor, params: Parameters, casts: Casts, kernel: str
 
 
 def _each_once(*tensors: Any) -> list[Any]:
-    """Return the tensors, with views for those that come again: torch.compile refuses to pass one tensor twice."""
+    """Return the tensors, with views for those that come again: torch.compile refuses to pass one tensor twice. It also
+    breaks at ``any`` of a generator, hence the lists."""
     return [
         it.view_as(it) if it is not None and True in [it is earlier for earlier in tensors[:at]] else it
         for at, it in enumerate(tensors)

@@ -28,7 +28,7 @@ class Job(NamedTuple):
 
 Begun = tuple[Job, Future[Any]]
 
-# Each of Triton's kernels takes more than a second. Of these chips one is the oldest, the other has run the kernels.
+# Triton's kernels take most of the gate's time. Of these chips one is the oldest, the other has run the kernels.
 CHIPS = "sm_75", "sm_90"
 _launched: list[launches.Launch] = []  # processes inherit it, because a launch can't be pickled
 
