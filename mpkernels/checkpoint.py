@@ -23,9 +23,10 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from mpkernels._shared.files import replacing
 from mpkernels._shared.parameters import are_any_sharded, params_of
+from mpkernels._shared.tensors_in import tensors_in
 from mpkernels._torch_private.sharded import is_fsdp1s
 from mpkernels.distributed import processes
-from mpkernels.distributed.restoring import restore_at_end, tensors_in
+from mpkernels.distributed.restoring import restore_at_end
 
 __all__ = ["load", "save"]
 

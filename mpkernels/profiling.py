@@ -12,8 +12,8 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from mpkernels._shared.tensors_in import tensors_in
 from mpkernels.optim.step_hooks import PassiveHook
-from mpkernels.overflow.first_nonfinite import tensors_in
 
 
 class Profile:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from mpkernels._shared.tensors_in import tensors_in
 from mpkernels._torch_private.modules import books_of
 from mpkernels.distributed.parts import part_of, reshard
 
@@ -61,14 +62,6 @@ def restore_at_end(stack: ExitStack, thing: Any) -> None:
             stack.callback(_refill, entries, dict(entries))
     for tensor in {id(it): it for it in tensors if _is_writable(it)}.values():
         stack.callback(_write, tensor, part_of(tensor.detach()).to("cpu", copy=True))
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict | list | tuple):
-        for inner in value.values() if isinstance(value, dict) else value:
-            yield from tensors_in(inner)
 
 
 def _refill(entries: dict[Any, Any], before: dict[Any, Any]) -> None:

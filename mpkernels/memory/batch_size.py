@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mpkernels._shared.call_model import call, refuse_meta
+from mpkernels._shared.tensors_in import tensors_in
 from mpkernels._torch_private.tensors import map_leaves
 from mpkernels.amp.autocasting import machines_device
 from mpkernels.amp.mixed_class import Mixed
@@ -16,7 +17,6 @@ from mpkernels.distributed.restoring import restored
 from mpkernels.memory import measure
 from mpkernels.optim import AdamW
 from mpkernels.optim.gradient_release import releases_of
-from mpkernels.overflow.first_nonfinite import tensors_in
 
 _SHARE = 0.7  # the part of a host's available memory that a step may take
 

@@ -1,7 +1,6 @@
 """Finds the module that was the first to give an inf or NaN."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from mpkernels._shared.call_model import refuse_no_model
 from mpkernels._shared.parameters import put_on
+from mpkernels._shared.tensors_in import tensors_in
 from mpkernels._torch_private.modes import are_transforms_active
 
 
@@ -119,17 +119,3 @@ def _numbers_of(tensor: Tensor) -> Tensor:
     if tensor.is_nested or tensor.layout != torch.strided:
         tensor = tensor.values()
     return tensor.float() if tensor.itemsize == 1 else tensor
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for inner in value.values():
-            yield from tensors_in(inner)
-    elif isinstance(value, tuple | list):
-        for inner in value:
-            yield from tensors_in(inner)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            yield from tensors_in(getattr(value, field.name))
