@@ -52,6 +52,8 @@ def run_checks(checks, rank):
 def _on_rank(rank, check, file, world, backend):
     torch.set_num_threads(1)
     distributed.init_process_group(backend, init_method=f"file://{file}", rank=rank, world_size=world)
+    if world > 1:
+        distributed.barrier()  # until all have joined: gloo can't connect a process to one that has left meanwhile
     try:
         check(rank)
     finally:

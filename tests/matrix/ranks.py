@@ -39,11 +39,12 @@ def _on_rank(rank: int, modules: list[str], cells: list[Cell], folder: Path) -> 
     meeting_point = distributed.FileStore(str(folder / "met"), WORLD)
     for i, (tool, drop_in) in enumerate(cells):
         # Each cell has its own group: a process that raises leaves the other one waiting until the group's timeout. So
-        # both meet before they join the next group.
+        # both meet before they join the next group. The barrier keeps a process in the group until the other joins it.
         meeting_point.set(f"{i} {rank}", "here")
         meeting_point.wait([f"{i} {other}" for other in range(WORLD)], timedelta(minutes=5))
         store = distributed.FileStore(str(folder / f"store {i}"), WORLD)
         distributed.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=20))
+        distributed.barrier()
         found.append(judge(tool, DROP_INS[drop_in], parts=(rank,)))
         distributed.destroy_process_group()
     gc.collect()  # as tests.processes.leave does
