@@ -37,7 +37,7 @@ _READABLE = (dict, OrderedDict, list, tuple, Tensor, nn.Parameter, str, int, flo
 _NOT_PICKLED = pickle.PicklingError, AttributeError, TypeError  # which pickle raises for what it can't save
 
 
-def save(path: str | os.PathLike[str], **objects: Any) -> None:
+def save(path: str | os.PathLike[str], *unnamed: Any, **objects: Any) -> None:
     """Write a checkpoint, or leave the file that is there as it is.
 
     >>> save("last.pt", model=model, optimizer=optimizer, scaler=scaler, step=step)
@@ -48,6 +48,7 @@ def save(path: str | os.PathLike[str], **objects: Any) -> None:
             ``torch.load(weights_only=True)`` takes: tensors, numbers, strings, and lists and dicts of them. Values
             that it wouldn't take are refused; ``torch.serialization.add_safe_globals`` allows more classes.
     """
+    _refuse_unnamed("save", unnamed)
     if not objects:
         raise ValueError("checkpoint.save: objects must be given by name, as in model=model, got none")
     states = {name: value.state_dict() if hasattr(value, "state_dict") else value for name, value in objects.items()}
@@ -64,6 +65,12 @@ def save(path: str | os.PathLike[str], **objects: Any) -> None:
         file.flush()
         if unsafe := get_unsafe_globals_in_checkpoint(file.name):  # reads no tensor
             _refuse_unreadable(states, ", ".join(unsafe))
+
+
+def _refuse_unnamed(op: str, unnamed: tuple[Any, ...]) -> None:
+    if unnamed:
+        got = ", ".join(type(it).__name__ for it in unnamed)
+        raise TypeError(f"checkpoint.{op}: objects must be given by name, as in model=model, after the path; got {got}")
 
 
 def _refuse_unreadable(states: dict[str, Any], why: str) -> NoReturn:
@@ -121,7 +128,7 @@ def _refuse_parts(objects: dict[str, Any], states: dict[str, Any]) -> None:
             )
 
 
-def load(path: str | os.PathLike[str], *, map_location: Any = "cpu", **objects: Any) -> dict[str, Any]:
+def load(path: str | os.PathLike[str], *unnamed: Any, map_location: Any = "cpu", **objects: Any) -> dict[str, Any]:
     """Return what ``save`` has written, by name, and hand the state of each given object to its ``load_state_dict``.
 
     >>> step = load("last.pt", model=model, optimizer=optimizer, scaler=scaler)["step"]
@@ -131,6 +138,7 @@ def load(path: str | os.PathLike[str], *, map_location: Any = "cpu", **objects: 
     parameters, buffers and states; objects that are neither modules nor optimizers are set back by their own
     ``load_state_dict``. An object without a ``state_dict`` can't be set back, so it is loaded last.
     """
+    _refuse_unnamed("load", unnamed)
     path = Path(path)
     _check(path)
     states: dict[str, Any] = torch.load(path, map_location=map_location, weights_only=True)

@@ -36,6 +36,13 @@ def test_memory_report_and_advise_name_what_else_is_wrong():
     model = torch.nn.Linear(2, 2)
     with pytest.raises(TypeError, match=r"^memory_report: optimizer must be a torch.optim.Optimizer, got function$"):
         mpkernels.memory_report(model, lambda model: model(torch.ones(1, 2)).sum())
+    for call, name in ((mpkernels.memory_report, "memory_report"), (mpkernels.compare_memory, "compare_memory")):
+        with pytest.raises(TypeError, match=f"^{name}: loss must be a function of the model, as in .*, got Tensor$"):
+            call(model, loss=torch.ones(1, 2))
+    with pytest.raises(
+        ValueError, match=r"^memory_report: model must have memory, .*; leave loss out, or call to_empty$"
+    ):
+        mpkernels.memory_report(torch.nn.Linear(2, 2, device="meta"), loss=lambda model: model(torch.ones(1, 2)).sum())
     with pytest.raises(TypeError, match=r"^advise: dtype must be a torch.dtype, got 'bf16'$"):
         mpkernels.doctor.advise(model, "bf16")
 

@@ -46,7 +46,6 @@ def names_of_a_reader():
     optimizer = optim.AdamW(model.parameters())
     loss(model(batches[0][0]), batches[0][1]).backward()
     return {
-        "torch": torch,
         "model": model,
         "batches": batches,
         "loader": batches,
@@ -78,22 +77,17 @@ def test_a_page_begins_with_whom_it_is_for_and_an_example(page):
 @pytest.mark.parametrize("name", BLOCKS)
 def test_a_block_runs(name, tmp_path, monkeypatch):
     page, number = BLOCKS[name]
-    *above, block = BLOCK.findall(page.read_text())[: number + 1]
+    block = BLOCK.findall(page.read_text())[number]
     monkeypatch.chdir(tmp_path)
     # A 16-bit model takes 16-bit inputs, as a reader's loader would make them.
     torch.nn.Linear.forward, forward = _casting(torch.nn.Linear.forward), torch.nn.Linear.forward
     try:
-        exec(compile(f"{imports_of(above)}\n{block}", page.name, "exec"), names_of_a_reader())
+        exec(compile(block, page.name, "exec"), names_of_a_reader())
     finally:
         torch.nn.Linear.forward = forward
         selector.pin(None)
         selector.tuned.clear()
         selector.ask_again()
-
-
-def imports_of(blocks):
-    lines = (line for block in blocks for line in block.splitlines())
-    return "\n".join(["import torch", *(line for line in lines if line.startswith(("import ", "from ")))])
 
 
 def needed(source):
@@ -115,9 +109,8 @@ def needed(source):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_a_block_says_what_it_needs(page):
-    blocks = ANY_BLOCK.findall(page.read_text())
-    for number, block in enumerate(blocks):
-        names = needed(f"{imports_of(blocks[:number])}\n{block}")
+    for number, block in enumerate(ANY_BLOCK.findall(page.read_text())):
+        names = needed(block)
         line = f"# yours: {', '.join(names)}" if names else ""
         assert block.startswith(line), f"block {number} should begin with {line!r}"
         assert line or not block.startswith("# yours"), f"block {number} needs nothing"

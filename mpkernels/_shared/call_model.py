@@ -1,4 +1,4 @@
-"""Calls a model with a batch of any kind, and refuses what is no model, no optimizer, or a model that can't run."""
+"""Calls a model with a batch of any kind, and refuses what is no model, loss or optimizer, or can't run."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -23,8 +23,14 @@ def refuse_no_model(op: str, model: object) -> None:
         raise TypeError(f"{op}: model must be a torch.nn.Module, got {type(model).__name__}")
 
 
-def refuse_meta(op: str, model: Module) -> None:
+def refuse_no_loss(op: str, loss: object) -> None:
+    if not callable(loss):
+        example = "lambda model: criterion(model(inputs), targets)"
+        raise TypeError(f"{op}: loss must be a function of the model, as in {example}, got {type(loss).__name__}")
+
+
+def refuse_meta(op: str, model: Module, remedy: str = "to_empty gives it some") -> None:
     """Raise if a model can't run because one of its tensors has no memory."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta:
-            raise ValueError(f"{op}: model must have memory, got {name} on the meta device; to_empty gives it some")
+            raise ValueError(f"{op}: model must have memory, got {name} on the meta device; {remedy}")

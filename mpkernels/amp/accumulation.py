@@ -16,6 +16,7 @@ from mpkernels.amp.clipping import clip_grad_norm_
 from mpkernels.amp.inf_check import given_group
 from mpkernels.amp.wide_grads import WideGrads
 from mpkernels.linear import cast_cache
+from mpkernels.optim.group_options import check_max_norm
 
 
 @dataclass(eq=False)
@@ -90,8 +91,9 @@ def accumulate(
         refuse_no_model("accumulate", model)
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise TypeError(f"accumulate: scaler must be a torch.amp.GradScaler or None, got {type(scaler).__name__}")
-    if max_norm is not None and not max_norm > 0:
-        raise ValueError(f"accumulate: max_norm must be above 0, got {max_norm}")
+    check_max_norm("accumulate", max_norm)
+    if weigh is not None and not callable(weigh):
+        raise TypeError(f"accumulate: weigh must be a function of a batch, got {weigh!r}")
     release = getattr(unwrapped(optimizer), "_release", None)
     adds_up = release is not None and release.adds_up
     if max_norm is not None and release is not None and (release.steps_alone or adds_up):

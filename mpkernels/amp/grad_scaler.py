@@ -41,8 +41,8 @@ class GradScaler(torch.amp.GradScaler):
         scaling: how the scale moves. ``"dynamic"`` follows torch's rule; ``"static"`` stays at init_scale. A schedule
             is a callable that takes the number of updates so far and returns a scale, or a list of (first update,
             scale). With each of them, an overflow skips the step.
-        min_scale: what a dynamic scale never falls below.
-        max_scale: what a dynamic scale never rises above.
+        min_scale: what a dynamic scale is never below, also after ``update(new_scale)`` and a load.
+        max_scale: what a dynamic scale is never above, likewise.
         hysteresis: how many overflows in a row it takes until a dynamic scale backs off. Each further overflow in the
             same row makes it back off again.
         process_group: the processes that each hold one part of the grads, as under FSDP1. If one of them finds an inf
@@ -218,6 +218,8 @@ class GradScaler(torch.amp.GradScaler):
         with AllOrNothing(scale, tracker, self._overflows):
             if new_scale is not None:
                 scalings.set_to(new_scale, scale)
+                if (self._min_scale, self._max_scale) != (0.0, math.inf):
+                    scale.clamp_(self._min_scale, self._max_scale)
                 scale, tracker = scale.clone(), tracker.clone()  # the update moves clones, and so only counts overflows
             if found_infs:
                 overflows = self._overflows
@@ -275,6 +277,9 @@ class GradScaler(torch.amp.GradScaler):
         super().load_state_dict(state_dict)
         for name in (*scalings.BEYOND_TORCH, "updates"):
             setattr(self, f"_{name}", state_dict.get(name, getattr(self, f"_{name}")))
+        self._init_scale = min(max(self._init_scale, self._min_scale), self._max_scale)
+        if self._scale is not None:
+            self._scale.fill_(self._init_scale)
         self._init_overflows = list(state_dict.get("overflows", self._count_overflows()))
         if self._overflows is not None:
             self._fill_overflows(self._overflows)

@@ -91,6 +91,7 @@ def to_full(model: Model, optimizer: torch.optim.Optimizer) -> Model:
     that the optimizer doesn't hold is converted from its 16-bit value. A model without 16-bit parameters, as
     ``Policy("fp32")`` leaves it, is returned unchanged.
     """
+    refuse_no_model("to_full", model)
     _refuse_wrapped("to_full", model)
     if not isinstance(model, Mixed):
         if not any(map(masters.needs_master, model.parameters())):

@@ -18,6 +18,7 @@ from mpkernels.memory import measure
 from mpkernels.optim import AdamW
 from mpkernels.optim.gradient_release import releases_of
 
+_NOTE = "find_max_batch_size: batches are random floats; give make_batch for token numbers, start=2 for nn.BatchNorm1d"
 _SHARE = 0.7  # the part of a host's available memory that a step may take
 
 
@@ -86,6 +87,10 @@ def find_max_batch_size(
             make = make_batch or (lambda size: torch.randn(size, *(input_shape or ()), **made))
             largest = _search(step, make, device, start, max_batch)
             del step  # frees the optimizer and its state
+    except Exception as error:
+        if make_batch is None and hasattr(error, "add_note"):  # since Python 3.11
+            error.add_note(_NOTE)
+        raise
     finally:
         measure.clean_up()
     if largest == 0:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mpkernels._shared.call_model import refuse_meta, refuse_no_model, refuse_no_optimizer
+from mpkernels._shared.call_model import refuse_meta, refuse_no_loss, refuse_no_model, refuse_no_optimizer
 from mpkernels._shared.parameters import unwrapped
 from mpkernels._shared.report_tables import Report, Table
 from mpkernels._shared.saved_for_backward import saved_storages
@@ -106,7 +106,8 @@ def memory_report(
         "activations": None,
     }
     if loss is not None:
-        refuse_meta("memory_report", model)
+        refuse_no_loss("memory_report", loss)
+        refuse_meta("memory_report", model, "leave loss out, or call to_empty")
         with restored([model], device):
             predicted["cast cache"], predicted["activations"] = _kept_by_a_forward(model, loss)
     return MemoryReport(predicted, measured, _overview(device))
@@ -135,6 +136,7 @@ def compare_memory(model: nn.Module, loss: Loss, policy: Policy | str = "mixed_b
     if next(model.parameters(), None) is None:
         raise ValueError(f"compare_memory: model must have parameters to train, got {type(model).__name__}")
     refuse_meta("compare_memory", model)
+    refuse_no_loss("compare_memory", loss)
     policy = Policy(policy) if isinstance(policy, str) else policy
 
     def report(kind: Any, model: nn.Module, policy: Policy) -> MemoryReport:

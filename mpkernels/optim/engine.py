@@ -38,8 +38,8 @@ class Engine(torch.optim.Optimizer):
     """The optimizers' common part. A class that inherits from this and from one of torch's adds a constructor and
     ``_rule``."""
 
-    #: The norm of the last step's unscaled grads, before clipping: fp32, on the device. None if the step computed none,
-    #: or was compiled (see ``step_was_skipped``).
+    #: The norm of the last step's unscaled grads, before clipping: fp32, on the device. None if the step computed none.
+    #: A compiled step doesn't set it (see ``step_was_skipped``).
     grad_norm: Tensor | None = None
     #: How many steps were skipped so far because of an inf or NaN: fp32, on the device.
     skipped_steps: Tensor | None = None
@@ -107,8 +107,9 @@ class Engine(torch.optim.Optimizer):
         """Whether the newest step that the device has finished was skipped because of an inf or NaN.
 
         A bool, 0-dim, on the host. Reading it never waits for the device. None if no step has finished yet, or if the
-        last step did not check its grads. A compiled step sets neither this nor grad_norm and skipped_steps, because
-        torch.compile drops the attributes that a step sets.
+        last step did not check its grads. A compiled step sets neither this nor grad_norm, because torch.compile drops
+        the attributes that a step sets: they still tell of the last step that was not compiled. It counts skipped_steps
+        if such a step has begun the count.
         """
         return self._step_outcome.was_skipped()
 

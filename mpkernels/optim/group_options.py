@@ -15,15 +15,19 @@ _OPTIMIZER_OPTIONS = ("max_norm", "guard", "process_group", "offload")
 _STATE_DTYPES = (torch.float32, torch.bfloat16, torch.int8)
 
 
-def check_global(name: str, max_norm: float | None, guard: bool | None, offload: bool = False) -> None:
+def check_max_norm(name: str, max_norm: float | None) -> None:
     if not (max_norm is None or isinstance(max_norm, Real | Tensor)) or isinstance(max_norm, bool):
         raise TypeError(f"{name}: max_norm must be a number above 0 or None, got {max_norm!r}")
+    if max_norm is not None and not max_norm > 0:
+        raise ValueError(f"{name}: max_norm must be above 0, got {max_norm}")
+
+
+def check_global(name: str, max_norm: float | None, guard: bool | None, offload: bool = False) -> None:
+    check_max_norm(name, max_norm)
     if not isinstance(guard, bool | None):
         raise TypeError(f"{name}: guard must be True, False or None, got {guard!r}")
     if not isinstance(offload, bool):
         raise TypeError(f"{name}: offload must be True or False, got {offload!r}")
-    if max_norm is not None and not max_norm > 0:
-        raise ValueError(f"{name}: max_norm must be above 0, got {max_norm}")
     if max_norm is not None and guard is False:
         raise ValueError(f"{name}: max_norm needs the guard: a non-finite norm would clip every grad to NaN")
 

@@ -98,7 +98,10 @@ def loaded(name: str, param: Tensor, saved: Mapping[str, Any]) -> State:
         found = found.view(torch.int16)
     dtype = torch.float32 if key == "master" else torch.int16
     if found.dtype != dtype:  # torch's own load_state_dict casts states to the parameter's dtype
-        warnings.warn(f"{name}: {key} came back as {found.dtype}; rebuilt from the weight", stacklevel=4)
+        warnings.warn(
+            f"{name}: {key} came back as {found.dtype}, not as one of {param.dtype}'s; rebuilt from the weight",
+            stacklevel=4,
+        )
         return {}
     state = {key: placed_as(param, torch.empty_like(part, dtype=dtype).copy_(found))}
     mark(state, made_for)

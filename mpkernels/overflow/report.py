@@ -16,6 +16,7 @@ from mpkernels.overflow.gradient import Gradient, gradient_of
 from mpkernels.overflow.ledger import Record
 
 ROWS, WIDTH = 20, 44  # how many culprits the table shows, and how many characters of a name
+_NOT_LOOKED = "No step has looked for an inf or NaN; compiled ones, if there were any, have skipped nothing."
 
 
 class OverflowReport(Report):
@@ -118,7 +119,7 @@ class OverflowReport(Report):
 
     def _parts(self) -> list[str | Table]:
         if not self:
-            return [f"No step has {'been skipped' if self._has_looked else 'looked for an inf or NaN'}."]
+            return ["No step has been skipped." if self._has_looked else _NOT_LOOKED]
         at = "" if self.scale is None else f", at scale {self.scale:g}"
         parts: list[str | Table] = [
             f"The newest skipped step{at}: {len(self.culprits)} of {len(self.gradients)} gradients are not finite."

@@ -169,6 +169,10 @@ def test_misuse_is_refused():
         accumulate([], optimizer, 4)
     with pytest.raises(ValueError, match="max_norm must be above 0, got 0"):
         accumulate([], 1, optimizer, max_norm=0.0)
+    with pytest.raises(TypeError, match="accumulate: max_norm must be a number above 0 or None, got '1'"):
+        accumulate([], 1, optimizer, max_norm="1")
+    with pytest.raises(TypeError, match="accumulate: weigh must be a function of a batch, got 2"):
+        accumulate([], 1, optimizer, weigh=2)
     with pytest.raises(TypeError, match=r"optimizer must be a torch.optim.Optimizer, got Linear"):
         accumulate([], 1, torch.nn.Linear(1, 1))
     with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got SGD"):

@@ -40,6 +40,22 @@ def test_the_scale_stays_within_its_bounds():
     assert scales(GradScaler("cpu", init_scale=4.0, growth_interval=1, max_scale=10.0), [0, 0, 0]) == [8.0, 10.0, 10.0]
 
 
+@pytest.mark.parametrize("is_in_use", [False, True])
+def test_a_scale_that_is_loaded_or_set_stays_within_the_bounds(is_in_use):
+    for theirs in (GradScaler, torch.amp.GradScaler):
+        for saved, wanted in ((2.0**-60, 1.0), (0.0, 1.0), (2.0**20, 1024.0), (8.0, 8.0)):
+            scaler = GradScaler("cpu", init_scale=2.0, min_scale=1.0, max_scale=1024.0)
+            if is_in_use:
+                scaler.scale(torch.ones(()))
+            scaler.load_state_dict(theirs("cpu", init_scale=saved).state_dict())
+            assert scaler.get_scale() == wanted
+            assert scaler.scale(torch.ones(())) == wanted
+            for new_scale in (saved, torch.tensor([saved])):
+                scaler.update(8.0)
+                scaler.update(new_scale)
+                assert scaler.get_scale() == wanted
+
+
 def test_hysteresis_waits_for_overflows_in_a_row():
     scaler = GradScaler("cpu", init_scale=16.0, hysteresis=2)
     assert scales(scaler, [1, 0, 1, 1, 1, 0, 1]) == [16, 16, 16, 8, 4, 4, 4]

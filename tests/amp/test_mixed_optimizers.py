@@ -40,3 +40,9 @@ def test_to_full_widens_weights_that_have_no_master():
     rounded = [param.detach().float() for param in model.parameters()]
     to_full(model, AdamW([*model[0].parameters(), *model[2].parameters()]))
     assert_close([param.detach() for param in model.parameters()], rounded, rtol=0, atol=0)
+
+
+def test_to_full_names_what_is_no_model():
+    model = to_mixed(network())
+    with pytest.raises(TypeError, match=r"^to_full: model must be a torch.nn.Module, got AdamW$"):
+        to_full(AdamW(model.parameters()), model)

@@ -1,5 +1,6 @@
 """find_max_batch_size tries a step with batches of random numbers, or with those that make_batch returns."""
 
+import sys
 from collections import UserDict
 
 import pytest
@@ -76,6 +77,20 @@ def test_a_step_gets_the_batch_as_it_was_made():
 def test_a_shape_or_make_batch_must_be_given(options, says):
     with pytest.raises(TypeError, match=f"^find_max_batch_size: {says}$"):
         mpkernels.find_max_batch_size(network(), **options)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions take notes since Python 3.11")
+@pytest.mark.parametrize("layer", [nn.Embedding(4, 2), nn.BatchNorm1d(8)], ids=["Embedding", "BatchNorm1d"])
+def test_an_error_of_the_model_says_what_batches_are_made_of(layer):
+    model, notes = nn.Sequential(layer, nn.Flatten(), nn.LazyLinear(1)), []
+    for options in ({"input_shape": (8,)}, {"make_batch": lambda size: torch.ones(size, 8, 1, 1, 1)}):
+        with pytest.raises((RuntimeError, ValueError)) as error:
+            mpkernels.find_max_batch_size(model, **options)
+        notes.append(getattr(error.value, "__notes__", []))
+    assert notes[1] == []
+    assert notes[0] == [
+        "find_max_batch_size: batches are random floats; give make_batch for token numbers, start=2 for nn.BatchNorm1d"
+    ]
 
 
 def test_a_model_whose_output_depends_on_no_weight_is_refused():

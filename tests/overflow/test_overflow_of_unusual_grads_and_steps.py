@@ -71,11 +71,37 @@ def test_a_compiled_step_is_reported():
     model = network(B16)
     optimizer = AdamW(model.named_parameters())
     step = torch.compile(optimizer.step, fullgraph=True, backend="aot_eager")
-    for bad in (1.0, INF, 1.0):
+    for step_number, bad in enumerate((1.0, INF, 1.0)):
         optimizer.zero_grad()
         (model(torch.ones(2, 20, dtype=B16)) * bad).sum().backward()
         step()
+        assert bool(optimizer.overflow_report()) == (bad == INF or step_number == 2)
+        if step_number == 0:
+            assert str(optimizer.overflow_report()) == (
+                "No step has looked for an inf or NaN; compiled ones, if there were any, have skipped nothing."
+            )
     assert {it.name for it in optimizer.overflow_report().culprits} == {name for name, _ in model.named_parameters()}
+    assert optimizer.step_was_skipped is optimizer.grad_norm is optimizer.skipped_steps is None
+    torch.compiler.reset()
+
+
+@pytest.mark.exhaustive
+def test_after_a_compiled_step_the_norm_is_the_last_eager_one_and_skips_are_counted():
+    model = network(B16)
+    optimizer = AdamW(model.parameters())
+
+    def backward(factor):
+        optimizer.zero_grad()
+        (model(torch.ones(2, 20, dtype=B16)) * factor).sum().backward()
+
+    backward(1.0)
+    optimizer.step()
+    norm = optimizer.grad_norm.clone()
+    step = torch.compile(optimizer.step, fullgraph=True, backend="aot_eager")
+    for bad in (INF, 2.0, INF):
+        backward(bad)
+        step()
+    assert (optimizer.grad_norm, bool(optimizer.step_was_skipped), optimizer.skipped_steps) == (norm, False, 2)
     torch.compiler.reset()
 
 
