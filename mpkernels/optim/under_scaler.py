@@ -41,25 +41,22 @@ class TakesScale:
 
 
 def _can_step(optimizer: Any, scaler: Any) -> bool:
-    """Unscale the grads, unless the user has, and return whether those of all processes are finite. If not, leave
-    behind what a skipped step does. The host waits for the device."""
+    """Unscale the grads, unless the user has, and return whether those of all processes are finite. If they aren't,
+    ``_own_step`` writes the outcome of a skipped step, because the scaler won't call ``step``. The host waits for the
+    device."""
     params, state = params_of(optimizer), scaler._per_optimizer_states[id(optimizer)]
-    if any(it.is_cuda for it in params) and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            f"{type(optimizer).__name__}: a step with hooks or of a subclass can't be captured in a CUDA graph under a "
-            "scaler, because the host must know whether to skip them; remove them, and clip by max_norm"
-        )
+    _refuse_capture(optimizer, params)
     optimizer._step_outcome.find_parts(params, optimizer._peers)
     processes = processes_of(optimizer, params, scaler)
     step_unscales = state.setdefault("step_unscales", state["stage"] is OptState.READY)  # kept if step is tried again
     state["step_asks"], optimizer._step_outcome.agreed = processes is not None, None
-    try:
-        if state["stage"] is OptState.READY:
+    if state["stage"] is OptState.READY:
+        try:
             _unscale(scaler, optimizer, state)
-    except Exception:
-        if processes is not None:
-            processes.agree(params, None, None, has_failed=True)
-        raise
+        except Exception:
+            if processes is not None:
+                processes.agree(params, None, None, has_failed=True)
+            raise
     found_infs = list(state["found_inf_per_device"].values())
     optimizer.found_inf = sum_of(found_infs).clamp(max=1) if found_infs else 0.0
     try:
@@ -77,6 +74,14 @@ def _can_step(optimizer: Any, scaler: Any) -> bool:
     state["skip_is_taken"] = True
     step_hooks.tell_of_skip(optimizer)
     return False
+
+
+def _refuse_capture(optimizer: Any, params: list[Tensor]) -> None:
+    if any(it.is_cuda for it in params) and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"{type(optimizer).__name__}: a step with hooks or of a subclass can't be captured in a CUDA graph under a "
+            "scaler, because the host must know whether to skip them; remove them, and clip by max_norm"
+        )
 
 
 @torch.no_grad()
