@@ -84,7 +84,7 @@ def _refuse_unreadable(states: dict[str, Any], why: str) -> NoReturn:
     got = why if value is None else f"{type(value).__module__}.{type(value).__qualname__}"
     raise TypeError(
         f"checkpoint.save: {place} must be a tensor, number, string, list, dict or another value that load reads, got "
-        f"{got}; convert it (NumPy's values by tolist())"
+        f"{got}; convert it (NumPy's values by tolist(), a path by str, a Namespace by vars)"
     )
 
 

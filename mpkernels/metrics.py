@@ -58,7 +58,7 @@ class Metrics:
             return
         scaler = self._scaler
         scale: Tensor | None = scaler._scale if scaler is not None and scaler.is_enabled() else None
-        all_numbers = {"grad_norm": optimizer.grad_norm, "skipped_steps": optimizer.skipped_steps, "loss_scale": scale}
+        all_numbers = {"grad_norm": optimizer.grad_norm, "skipped_steps": optimizer._skips, "loss_scale": scale}
         numbers = {name: number.float() for name, number in all_numbers.items() if number is not None}
         if self._names != tuple(numbers):
             self._names = tuple(numbers)

@@ -91,8 +91,9 @@ class GradScaler(torch.amp.GradScaler):
 
     @property
     def skipped_steps(self) -> Tensor | None:
-        """How many updates came after a skipped step, as int32, 0-dim, on the device. None before the first scale."""
-        return None if self._overflows is None else self._overflows[1]
+        """How many updates came after a skipped step, as int32, 0-dim, on the device. None before the first scale.
+        Each read makes a new tensor, which later updates leave alone."""
+        return None if self._overflows is None else self._overflows[1].clone()
 
     def scale(self, outputs: Any) -> Any:
         """Scale as torch does, but wait for the copy of a device's scale to the CPU; torch reads it too early."""

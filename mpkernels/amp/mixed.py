@@ -64,7 +64,7 @@ def to_mixed(
         raise ValueError(f"to_mixed: dtype must be torch.bfloat16 or torch.float16, got {dtype!r}{hint}")
     _refuse_wrapped("to_mixed", model)
     if any(isinstance(module, Mixed) for module in model.modules()):
-        raise ValueError("to_mixed: model must not be converted yet, got one that holds 16-bit weights from to_mixed")
+        raise ValueError("to_mixed: model must not be converted yet, got one from to_mixed; to_full undoes that")
     if "forward" in vars(model) or isinstance(model, torch.jit.ScriptModule | torch.fx.GraphModule):
         raise ValueError("to_mixed: model must have its class's forward, got one that was replaced, scripted or traced")
     kept = _kept(model, [keep_fp32] if isinstance(keep_fp32, str) else list(keep_fp32))

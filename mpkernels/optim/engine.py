@@ -28,7 +28,7 @@ from mpkernels.optim import offload as offloading
 from mpkernels.optim.gradient_release import GradientRelease, end_earlier_releases, steps_in_backward
 from mpkernels.optim.optimizer_rule import OptimizerRule
 from mpkernels.optim.plan import Foundations, Plan, Verdict
-from mpkernels.optim.step_outcome import StepOutcome, found_here, shown_guard
+from mpkernels.optim.step_outcome import StepOutcome, found_here, shown_guard, skipped_steps
 from mpkernels.overflow.first_nonfinite import find_nonfinite
 from mpkernels.overflow.ledger import Ledger
 from mpkernels.overflow.report import OverflowReport
@@ -41,8 +41,7 @@ class Engine(torch.optim.Optimizer):
     #: The norm of the last step's unscaled grads, before clipping: fp32, on the device. None if the step computed none.
     #: A compiled step doesn't set it (see ``step_was_skipped``).
     grad_norm: Tensor | None = None
-    #: How many steps were skipped so far because of an inf or NaN: fp32, on the device.
-    skipped_steps: Tensor | None = None
+    skipped_steps = skipped_steps
 
     _rule: OptimizerRule
     _step_supports_amp_scaling = under_scaler.TakesScale()  # torch's GradScaler hands over its scale and found_inf
@@ -50,6 +49,7 @@ class Engine(torch.optim.Optimizer):
     _peers: Processes | None = None  # the processes that hold other parts of the grads
     _scaler: torch.amp.GradScaler | None = None  # the scaler that last asked whether it may hand its scale over
     _step_outcome = StepOutcome()  # of no step yet
+    _skips: Tensor | None = None  # the count that the kernels write, behind skipped_steps
     _release: GradientRelease | None = None
     offload = False
     _offload: offloading.Offload | None = None
@@ -162,9 +162,9 @@ class Engine(torch.optim.Optimizer):
         verdict = verdict if others is None else common_verdict.agree(self, params, verdict, others)
         for i, plan in enumerate(plans):  # the first plan writes the outcome
             plan_verdict = verdict if i == 0 else verdict._replace(outcome=None)
-            plan.step(grads, plan_verdict, self.max_norm, None if plan_verdict.outcome is None else self.skipped_steps)
+            plan.step(grads, plan_verdict, self.max_norm, None if plan_verdict.outcome is None else self._skips)
         if not plans and verdict.outcome is not None:
-            write_outcome(*verdict[:4], self.skipped_steps)  # as a plan would
+            write_outcome(*verdict[:4], self._skips)  # as a plan would
         if not torch.compiler.is_compiling():
             vector = verdict.outcome
             self.grad_norm = vector[0] if vector is not None and verdict.has_norm else None
@@ -245,7 +245,7 @@ class Engine(torch.optim.Optimizer):
 
     def overflow_report(self, model: Module | None = None, found: find_nonfinite | None = None) -> OverflowReport:
         """Return a report like ``GradScaler.overflow_report``'s, about the last step that the guard skipped."""
-        has_looked = self.skipped_steps is not None
+        has_looked = self._skips is not None
         return OverflowReport([(self, self._ledger.records())], model, found, has_looked=has_looked)
 
     def state_dict(self) -> dict[str, Any]:
@@ -296,4 +296,4 @@ class Engine(torch.optim.Optimizer):
 
 
 # What a pickle or a copy holds beyond torch's part.
-_OWN = "master", "state_dtype", "max_norm", "guard", "offload", "grad_norm", "skipped_steps", "_peers", "_is_loaded"
+_OWN = "master", "state_dtype", "max_norm", "guard", "offload", "grad_norm", "_skips", "_peers", "_is_loaded"

@@ -62,8 +62,7 @@ class Masters(Optimizer):
 
     #: The norm of the last step's unscaled grads, before clipping: fp32, on the device. None if the step computed none.
     grad_norm: Tensor | None = None
-    #: How many steps were skipped so far because of an inf or NaN: fp32, on the device.
-    skipped_steps: Tensor | None = None
+    skipped_steps = step_outcome.skipped_steps
 
     state: Any = _of_wrapped("state")
     param_groups: Any = _of_wrapped("param_groups")
@@ -74,6 +73,7 @@ class Masters(Optimizer):
     _peers = None  # AdamW's process_group
     _is_loaded = False  # whether states were loaded since the last step; the model may be loaded later
     _was_skipped: bool | None = None
+    _skips: Tensor | None = None  # the count behind skipped_steps
     _fp32_states: Any = None  # the dict of states in which none has 16 bits any more
 
     @suggests_options
@@ -166,9 +166,9 @@ class Masters(Optimizer):
             processes.refuse_if_failed("Masters: step", failed)
             total_sumsq = sumsq_of_all if is_guarded else None
         outcome = torch.zeros(2, dtype=torch.float32, device=found_inf.device)
-        skipped, scale = (None if it is None else put_on(outcome.device, it) for it in (self.skipped_steps, grad_scale))
-        self.skipped_steps = torch.zeros_like(outcome[0]) if skipped is None else skipped
-        write_outcome(scale, found_inf, total_sumsq, outcome, self.skipped_steps)
+        skipped, scale = (None if it is None else put_on(outcome.device, it) for it in (self._skips, grad_scale))
+        self._skips = torch.zeros_like(outcome[0]) if skipped is None else skipped
+        write_outcome(scale, found_inf, total_sumsq, outcome, self._skips)
         self.grad_norm = None if total_sumsq is None else outcome[0]
         factor = grad_factor(outcome[0], scale, total_sumsq, self.max_norm or math.inf)
         is_skipped, number = torch.stack([outcome[1].double(), factor]).tolist()
@@ -235,7 +235,7 @@ class Masters(Optimizer):
 
 
 _NO_GRAPH = "must not be part of a full graph: torch.compile can't trace an optimizer of any class"
-_KEPT = ("wrapped", "max_norm", "guard", "grad_norm", "skipped_steps", "_was_skipped", "_is_loaded", "_fp32_states")
+_KEPT = ("wrapped", "max_norm", "guard", "grad_norm", "_skips", "_was_skipped", "_is_loaded", "_fp32_states")
 
 
 def _looked_at(params: Sequence[Tensor], with_grad: Sequence[Tensor], processes: Parts | None) -> tuple[Tensor, Tensor]:

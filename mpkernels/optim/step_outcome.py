@@ -14,6 +14,19 @@ from mpkernels.optim.plan import Plan, Verdict
 from mpkernels.optim.readback import Readback
 
 
+def _skips_so_far(optimizer: Any) -> Tensor | None:
+    """How many steps were skipped so far because of an inf or NaN: fp32, on the device. None if no step has checked its
+    grads. Each read makes a new tensor, which later steps leave alone."""
+    return None if optimizer._skips is None else optimizer._skips.clone()
+
+
+def _set_skips(optimizer: Any, skips: Tensor | None) -> None:
+    optimizer._skips = None if skips is None else skips.clone()
+
+
+skipped_steps = property(_skips_so_far, _set_skips)
+
+
 class Agreed(NamedTuple):
     """What all processes have found before a step that has hooks around it."""
 
@@ -95,9 +108,9 @@ def found_here(
         total_sumsq, found_inf = _look(plans, params, grads, found_inf)
     device = plans[0].device if processes is None or plans else processes.device_of(params)
     if not torch.compiler.is_compiling():
-        if optimizer.skipped_steps is None:
-            optimizer.skipped_steps = torch.zeros((), dtype=torch.float32, device=device)
-        optimizer.skipped_steps = put_on(device, optimizer.skipped_steps)
+        if optimizer._skips is None:
+            optimizer._skips = torch.zeros((), dtype=torch.float32, device=device)
+        optimizer._skips = put_on(device, optimizer._skips)
     vector = getattr(optimizer, "outcome", None)  # a scaler brings a vector to read the skip from
     vector = torch.empty(2, dtype=torch.float32, device=device) if vector is None else vector
     return Verdict(grad_scale, found_inf, total_sumsq, vector, guarded, comes_inside), processes

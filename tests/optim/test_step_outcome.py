@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mpkernels.amp import GradScaler
-from mpkernels.optim import AdamW
+from mpkernels.optim import AdamW, Masters
 from mpkernels.optim.readback import Readback
 from tests.networks import B16, backward, network
 
@@ -49,16 +49,15 @@ def test_copies_show_the_same_outcome_and_count_on_by_themselves(copied):
     assert twin.grad_norm.isfinite()
 
 
-def test_a_pickle_holds_norm_and_count_as_older_versions_did():
-    """Both numbers are attributes of the pickle, because they were attributes of the optimizer."""
+def test_a_pickle_holds_norm_and_count():
     _, optimizer = skipped_once()
     state = optimizer.__getstate__()
-    assert state["skipped_steps"] is optimizer.skipped_steps
+    assert (state["grad_norm"], state["_skips"]) == shown(optimizer)
     assert not [key for key, it in state.items() if type(it).__module__.startswith("mpkernels")]
     twin = object.__new__(AdamW)
     twin.__setstate__(state)
     assert shown(twin) == shown(optimizer)
-    assert "skipped_steps" in state  # the caller's dict is left alone
+    assert "_skips" in state  # the caller's dict is left alone
 
 
 def test_users_may_set_the_norm_and_the_count():
@@ -68,9 +67,26 @@ def test_users_may_set_the_norm_and_the_count():
     optimizer.step()
     assert (optimizer.skipped_steps.item(), optimizer.grad_norm.item()) == (0, shown(skipped_once()[1])[0])
     model[0].weight.grad.fill_(float("inf"))
-    optimizer.skipped_steps.fill_(5)
+    optimizer.skipped_steps = five = torch.tensor(5.0)
     optimizer.step()
-    assert optimizer.skipped_steps.item() == 6
+    assert (optimizer.skipped_steps.item(), five.item()) == (6, 5)
+
+
+@pytest.mark.parametrize("make", [AdamW, lambda params: Masters(torch.optim.SGD(params, 0.1), guard=True)])
+@pytest.mark.parametrize("kind", [None, GradScaler, torch.amp.GradScaler], ids=["guard", "ours", "torchs"])
+def test_a_count_that_was_read_stays_what_it_was(make, kind):
+    model = network(B16)
+    optimizer, scaler = make(model.parameters()), (kind or torch.amp.GradScaler)("cpu", enabled=kind is not None)
+    counts, scalers_counts = [], []
+    for factor in (1.0, float("inf"), 1.0, float("inf")):
+        optimizer.zero_grad()
+        scaler.scale((model(torch.ones(2, 20, dtype=B16)) * factor).float().sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        counts.append(optimizer.skipped_steps)
+        scalers_counts.append(getattr(scaler, "skipped_steps", None))
+    assert counts == [0, 1, 1, 2]
+    assert kind is not GradScaler or scalers_counts == [0, 1, 1, 2]
 
 
 def test_a_load_keeps_the_count_and_forgets_the_last_step():
