@@ -64,6 +64,7 @@ def accumulate(
     ...         loss = loss_of(model, micro.batch)
     ...     micro.backward(loss)
 
+    The body calls neither ``zero_grad`` nor ``step``, nor any method of the scaler: the last batch's ``backward`` does.
     A step uses the same grads as one batch as large as the group. They are unscaled and clipped once, when they are
     complete. All batches of a group are drawn before the first one is yielded. ``LinearAct`` casts an fp32 weight once
     per group if one of our kernels computes it. If you leave the loop within a group, its grads stay, and these casts

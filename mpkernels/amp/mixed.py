@@ -62,7 +62,7 @@ def to_mixed(
     if dtype not in _DTYPES:
         hint = "; Policy(name).convert(model) takes names" if isinstance(dtype, str) else ""
         raise ValueError(f"to_mixed: dtype must be torch.bfloat16 or torch.float16, got {dtype!r}{hint}")
-    _refuse_wrapped("to_mixed", model)
+    _refuse_wrapped("to_mixed", model, "convert it before")
     if any(isinstance(module, Mixed) for module in model.modules()):
         raise ValueError("to_mixed: model must not be converted yet, got one from to_mixed; to_full undoes that")
     if "forward" in vars(model) or isinstance(model, torch.jit.ScriptModule | torch.fx.GraphModule):
@@ -92,7 +92,7 @@ def to_full(model: Model, optimizer: torch.optim.Optimizer) -> Model:
     ``Policy("fp32")`` leaves it, is returned unchanged.
     """
     refuse_no_model("to_full", model)
-    _refuse_wrapped("to_full", model)
+    _refuse_wrapped("to_full", model, "pass the model inside DDP or torch.compile")
     if not isinstance(model, Mixed):
         if not any(map(masters.needs_master, model.parameters())):
             return model
@@ -130,11 +130,11 @@ def _checked(op: str, optimizer: torch.optim.Optimizer) -> Engine:
     return optimizer
 
 
-def _refuse_wrapped(op: str, model: nn.Module) -> None:
+def _refuse_wrapped(op: str, model: nn.Module, remedy: str) -> None:
     for module in model.modules():
         for kind in type(module).__mro__:
             if kind.__name__ in _WRAPPERS and kind.__module__.startswith("torch"):
-                raise ValueError(f"{op}: model must not be wrapped or compiled yet, got {kind.__name__}")
+                raise ValueError(f"{op}: model must not be wrapped or compiled, got {kind.__name__}; {remedy}")
 
 
 def _kept(model: nn.Module, patterns: list[str]) -> set[Tensor]:

@@ -76,8 +76,10 @@ class OverflowReport(Report):
     def gather(self, group: Any = None) -> "OverflowReport":
         """Return the report on the parts of all processes, each with its ``rank``. Every process must call this."""
         part = self.gradients, self._is_of_a_skip, self.scale
-        parts: list[Any] = [part] * distributed.get_world_size(group)
-        distributed.all_gather_object(parts, part, group=group)
+        parts: list[Any] = [part]
+        if distributed.is_available() and distributed.is_initialized():
+            parts *= distributed.get_world_size(group)
+            distributed.all_gather_object(parts, part, group=group)
         report = copy(self)
         report.gradients = [replace(it, rank=rank) for rank, (gradients, *_) in enumerate(parts) for it in gradients]
         report._is_of_a_skip = any(was_skipped for _, was_skipped, _ in parts)

@@ -36,8 +36,12 @@ REFUSALS = [
     (too_large, {"dtype": F16}, "weight must fit torch.float16, got 100000"),
     (lambda: to_mixed(nn.Linear(2, 2)), {}, "not be converted yet"),
     (lambda: nn.Sequential(to_mixed(nn.Linear(2, 2))), {}, "not be converted yet"),
-    (lambda: DataParallel(nn.Linear(2, 2)), {}, "wrapped or compiled yet, got DataParallel"),
-    (lambda: torch.compile(nn.Linear(2, 2), backend="eager"), {}, "wrapped or compiled yet, got OptimizedModule"),
+    (lambda: DataParallel(nn.Linear(2, 2)), {}, "wrapped or compiled, got DataParallel; convert it before"),
+    (
+        lambda: torch.compile(nn.Linear(2, 2), backend="eager"),
+        {},
+        "wrapped or compiled, got OptimizedModule; convert it before",
+    ),
     (replaced, {}, "forward, got one that was replaced"),
     (lambda: torch.fx.symbolic_trace(nn.Linear(2, 2)), {}, "forward, got one that was replaced, scripted or traced"),
     (lambda: nn.Linear(2, 2), {"dtype": F32}, "dtype must be torch.bfloat16 or torch.float16, got torch.float32"),
@@ -91,7 +95,7 @@ def test_to_full_refuses():
     release = optimizer.release_grads()
     with pytest.raises(ValueError, match="must not release grads"):
         to_full(model, optimizer)
-    with pytest.raises(ValueError, match="wrapped or compiled yet, got DataParallel"):
+    with pytest.raises(ValueError, match=r"got DataParallel; pass the model inside DDP or torch.compile$"):
         to_full(DataParallel(model), optimizer)
     assert model[0].weight.dtype == B16
     release.remove()

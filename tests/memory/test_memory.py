@@ -91,7 +91,7 @@ def test_a_model_on_the_meta_device_is_reported_without_a_forward():
     assert report.predicted == mpkernels.memory_report(twin, AdamW(twin.parameters())).predicted
     assert set(report.measured.values()) == {0}
     for ask in (partial(mpkernels.memory_report, net, None), partial(mpkernels.compare_memory, net)):
-        with pytest.raises(ValueError, match=r"must have memory, got 0\.weight on the meta device; to_empty"):
+        with pytest.raises(ValueError, match=r"must have memory, got 0\.weight on the meta device; .*to_empty"):
             ask(loss_of)
 
 

@@ -53,6 +53,16 @@ def test_before_the_first_skip_it_says_whether_a_step_has_looked(guard, wanted):
     assert str(optimizer.overflow_report()) == f"No step has {wanted}."
 
 
+def test_a_process_alone_gathers_its_own_report():
+    (param,) = params_of((3,))
+    optimizer = AdamW([param], guard=True)
+    param.grad = torch.tensor([1.0, INF, 1.0])
+    optimizer.step()
+    report = optimizer.overflow_report()
+    assert culprits(report.gather()) == culprits(report) != []
+    assert [it.rank for it in report.gather().culprits] == [0]
+
+
 @every_optimizer
 def test_the_report_is_on_the_last_skipped_step(target, make):
     first, second, third = params_of((3, 4), (5,), (), device=target.device)
