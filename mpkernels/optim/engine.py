@@ -28,7 +28,7 @@ from mpkernels.optim import offload as offloading
 from mpkernels.optim.gradient_release import GradientRelease, end_earlier_releases, steps_in_backward
 from mpkernels.optim.optimizer_rule import OptimizerRule
 from mpkernels.optim.plan import Foundations, Plan, Verdict
-from mpkernels.optim.step_outcome import StepOutcome, found_here, shown_guard, skipped_steps
+from mpkernels.optim.step_outcome import StepOutcome, count_of_skips, found_here, shown_guard
 from mpkernels.overflow.first_nonfinite import find_nonfinite
 from mpkernels.overflow.ledger import Ledger
 from mpkernels.overflow.report import OverflowReport
@@ -41,7 +41,7 @@ class Engine(torch.optim.Optimizer):
     #: The norm of the last step's unscaled grads, before clipping: fp32, on the device. None if the step computed none.
     #: A compiled step doesn't set it (see ``step_was_skipped``).
     grad_norm: Tensor | None = None
-    skipped_steps = skipped_steps
+    skipped_steps = count_of_skips
 
     _rule: OptimizerRule
     _step_supports_amp_scaling = under_scaler.TakesScale()  # torch's GradScaler hands over its scale and found_inf

@@ -62,7 +62,7 @@ class Masters(Optimizer):
 
     #: The norm of the last step's unscaled grads, before clipping: fp32, on the device. None if the step computed none.
     grad_norm: Tensor | None = None
-    skipped_steps = step_outcome.skipped_steps
+    skipped_steps = step_outcome.count_of_skips
 
     state: Any = _of_wrapped("state")
     param_groups: Any = _of_wrapped("param_groups")

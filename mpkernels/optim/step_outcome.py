@@ -24,7 +24,7 @@ def _set_skips(optimizer: Any, skips: Tensor | None) -> None:
     optimizer._skips = None if skips is None else skips.clone()
 
 
-skipped_steps = property(_skips_so_far, _set_skips)
+count_of_skips = property(_skips_so_far, _set_skips)  # an optimizer's skipped_steps
 
 
 class Agreed(NamedTuple):
