@@ -1,4 +1,4 @@
-"""A step's outcome belongs to one object. Copies, old pickles and failed loads keep what users read from it. Messages
+"""A step's outcome belongs to one object. Copies, pickles and failed loads keep what users read from it. Messages
 name the class that raises them."""
 
 import copy
