@@ -11,7 +11,8 @@ from tests import ROOT
 
 _TEXT = (ROOT / "pyproject.toml").read_text()
 _REQUIRED = ast.literal_eval(re.search(r"^integrations = (\[.*\])$", _TEXT, re.MULTILINE)[1])
-NAMES = [it.partition(";")[0].replace("-", "_") for it in _REQUIRED]  # as they are imported
+_IMPORTED_AS = {"torch_optimi": "optimi"}
+NAMES = [_IMPORTED_AS.get(it, it) for it in (each.partition(";")[0].replace("-", "_") for each in _REQUIRED)]
 
 
 def why_missing(name: str) -> str | None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mpkernels._shared.parameters import params_of, put_on, real
+from mpkernels._shared.parameters import params_of, put_on
 from mpkernels._torch_private.optimizers import hooks_of_loading, hooks_of_saving
 from mpkernels._torch_private.tracing import as_written, may_be_compiled
 from mpkernels.distributed import meshes
@@ -21,13 +21,13 @@ from mpkernels.optim import (
     group_options,
     masters,
     norm_without_plan,
-    stand_ins,
     step_hooks,
     step_outcome,
     torchao_offload,
     wrappable,
 )
 from mpkernels.optim.gradient_release import end_earlier_releases
+from mpkernels.optim.wide_weights import WideWeights
 
 
 def _of_wrapped(name: str) -> Any:
@@ -42,22 +42,24 @@ class Masters(Optimizer):
 
     Each step hands fp32 weights and grads to the wrapped optimizer, which so keeps its states in fp32, and then rounds
     the weights. Between steps, a 16-bit parameter takes 2 bytes an element for its split master, besides those states.
-    During a step, the fp32 weights and grads take 8 more, of one group at a time. Smaller groups lower that:
-    ``[{"params": [it]} for it in params]`` hands over one parameter at a time.
+    During a step, the fp32 weights and grads of all parameters take 8 more, or those of one group at a time with
+    ``group_by_group``: groups of one parameter each, ``[{"params": [it]} for it in params]``, then take least.
 
     Parameters in fp32 and fp64 are handed over as they are, with grads that are unscaled and clipped. If a step checks
     its grads, the host waits until the device knows the result.
 
     ``state``, ``param_groups`` and ``defaults`` are those of the wrapped optimizer, ``wrapped``. LR schedulers take
     either of the two. Call ``step``, ``state_dict`` and ``load_state_dict`` of Masters alone. Hooks around the step of
-    Masters run once a step; those of the wrapped optimizer run once for each group, and see fp32.
+    the wrapped optimizer see fp32.
 
     Args:
-        optimizer: the optimizer to wrap. It must step without a closure, and each group by itself.
+        optimizer: the optimizer to wrap. It must step without a closure, and find its parameters in ``param_groups``.
             ``mpkernels.optim.AdamW`` is refused, because it has masters.
         max_norm: the largest global norm of the grads. ``step`` clips them to it, as ``clip_grad_norm_`` would.
         guard: whether to skip a step whose grads hold an inf or NaN when no scaler does. None turns the guard on if
             ``max_norm`` is given or a parameter has 16 bits. A scaler always does.
+        group_by_group: whether the wrapped optimizer steps its groups one after the other, in a call each. That saves
+            memory, and takes a class that keeps no numbers of its own from step to step but in ``state`` and in groups.
     """
 
     #: The norm of the last step's unscaled grads, before clipping: fp32, on the device. None if the step computed none.
@@ -70,6 +72,8 @@ class Masters(Optimizer):
     wrapped: Any
     max_norm: float | None
     guard: bool | None
+    group_by_group: bool
+    _wide_weights: WideWeights
     _peers = None  # AdamW's process_group
     _is_loaded = False  # whether states were loaded since the last step; the model may be loaded later
     _was_skipped: bool | None = None
@@ -77,10 +81,21 @@ class Masters(Optimizer):
     _fp32_states: Any = None  # the dict of states in which none has 16 bits any more
 
     @suggests_options
-    def __init__(self, optimizer: Optimizer, *, max_norm: float | None = None, guard: bool | None = None) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        max_norm: float | None = None,
+        guard: bool | None = None,
+        group_by_group: bool = False,
+    ) -> None:
         wrappable.check(optimizer)
         group_options.check_global("Masters", max_norm, guard)
-        self.__setstate__({"wrapped": optimizer, "max_norm": max_norm, "guard": guard})
+        if group_by_group:
+            wrappable.refuse_one_that_remembers_steps(optimizer)
+        options = dict(zip(_OPTIONS, (max_norm, guard, group_by_group), strict=True))
+        self.__setstate__({"wrapped": optimizer, "_wide_weights": WideWeights(), **options})
+        self._wide_weights.cover(self.wrapped, params_of(optimizer))
         torchao_offload.refuse(self, params_of(optimizer))
         end_earlier_releases("Masters", params_of(optimizer))
 
@@ -93,6 +108,7 @@ class Masters(Optimizer):
 
     def __repr__(self) -> str:
         options = f"max_norm: {self.max_norm}, guard: {step_outcome.shown_guard(self)}"
+        options += ", group_by_group: True" * self.group_by_group
         return f"{type(self).__name__} ({options}) around\n{self.wrapped!r}"
 
     @property
@@ -111,6 +127,7 @@ class Masters(Optimizer):
         self.wrapped.add_param_group(param_group)
         try:
             wrappable.check_group(self.param_groups[-1])
+            self._wide_weights.cover(self.wrapped, self.param_groups[-1]["params"])
         except ValueError:
             self.param_groups.pop()
             raise
@@ -140,13 +157,14 @@ class Masters(Optimizer):
 
     @torch.no_grad()
     def _step(self) -> None:
-        params = params_of(self)
+        params = list(dict.fromkeys(params_of(self)))  # torch lets a group hold a parameter twice
         settled_grads(params)
         factor = self._look(params)
         if not self._was_skipped:
             self._prepare(params)
-            for group in list(self.param_groups):
-                stand_ins.step_group(self.wrapped, group, factor)
+            groups = self.param_groups
+            for these in [[group] for group in groups] if self.group_by_group else [groups]:
+                self._wide_weights.step(self.wrapped, these, factor)
 
     def _look(self, params: Sequence[Tensor]) -> float:
         """Note the outcome of the step, and return what its grads are to be multiplied by. The host waits."""
@@ -179,6 +197,7 @@ class Masters(Optimizer):
         """Have each 16-bit parameter with a grad own a remainder, and states in fp32: constructors may make them in 16
         bits, and so does torch where the wrapped optimizer's own load_state_dict was called."""
         states = self.state
+        self._wide_weights.cover(self.wrapped, params)
         if self._is_loaded:
             self._is_loaded = False
             masters.compare_loaded("Masters", params, states)
@@ -197,7 +216,9 @@ class Masters(Optimizer):
         before, after = hooks_of_saving(self)
         for hook in before:
             hook(self)
-        saved: dict[str, Any] = self.wrapped.state_dict()
+        self._wide_weights.cover(self.wrapped, params_of(self))
+        with self._wide_weights.shown_to(self.wrapped, params_of(self)):
+            saved: dict[str, Any] = self.wrapped.state_dict()
         states = dict(saved["state"])
         for param, number in _numbered(self.param_groups, saved):
             if number in states:
@@ -224,8 +245,8 @@ class Masters(Optimizer):
             if kept := {key: it for key, it in states.get(number, {}).items() if key in masters.KEYS.values()}:
                 kept_by_param[param] = _loaded(param, number, kept)
                 states[number] = {key: it for key, it in states[number].items() if key not in kept}
-        narrow = filter(masters.needs_master, params_of(self))
-        with stand_ins.renamed(self.wrapped, {it: stand_ins.blank(it) for it in narrow}):  # torch casts to fp32 then
+        self._wide_weights.cover(self.wrapped, params_of(self))
+        with self._wide_weights.shown_to(self.wrapped, params_of(self)):  # torch casts states to fp32 then
             self.wrapped.load_state_dict(state_dict | {"state": states})
         for param, kept in kept_by_param.items():
             self.state.setdefault(param, {}).update(kept)
@@ -235,27 +256,21 @@ class Masters(Optimizer):
 
 
 _NO_GRAPH = "must not be part of a full graph: torch.compile can't trace an optimizer of any class"
-_KEPT = ("wrapped", "max_norm", "guard", "grad_norm", "_skips", "_was_skipped", "_is_loaded", "_fp32_states")
+_OPTIONS = "max_norm", "guard", "group_by_group"
+_KEPT = "wrapped", "grad_norm", "_skips", "_was_skipped", "_is_loaded", "_fp32_states", "_wide_weights", *_OPTIONS
 
 
 def _looked_at(params: Sequence[Tensor], with_grad: Sequence[Tensor], processes: Parts | None) -> tuple[Tensor, Tensor]:
     """Return the sum of squares of this process's grads, and whether one holds an inf or NaN. If this raises, so do the
     other processes."""
     try:
-        grads = [real(_numbers(grad)) for grad in parts_of([param.grad for param in with_grad])]
+        grads = parts_of([param.grad for param in with_grad])
         shares = None if processes is None else processes.shares(with_grad)
         return norm_without_plan.look(grads, shares, params[0].device)
     except Exception:
         if processes is not None:
             processes.agree(params, None, None, has_failed=True)
         raise
-
-
-def _numbers(grad: Tensor) -> Tensor:
-    """Return what a sparse grad adds up to, in fp32 if it has 16 bits: sums of fp16 may overflow."""
-    if grad.layout != torch.sparse_coo:
-        return grad
-    return (grad.float() if grad.itemsize == 2 else grad).coalesce().values()
 
 
 def _first(changed: Any, otherwise: Any) -> Any:

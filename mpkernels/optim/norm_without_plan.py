@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mpkernels._shared.parameters import by_device, sum_of
+from mpkernels._shared.parameters import by_device, real, sum_of
 from mpkernels.ops.grads.grad_stats import grad_stats
 
 
@@ -24,10 +24,17 @@ def stats_by_device(grads: Sequence[Tensor], shares: Sequence[float] | None) -> 
     ``shares``: how much each grad's square counts; None where all count fully."""
     looked_at: list[tuple[Tensor, Tensor]] = []
     for there, places in by_device(grads, range(len(grads))).items():
-        stats = grad_stats([grads[i] for i in places])
+        stats = grad_stats([real(_numbers(grads[i])) for i in places])
         total_sumsq = stats.total_sumsq
         if shares is not None and set(shares) != {1.0}:
             shares_there = torch.tensor([shares[i] for i in places], dtype=torch.float64, device=there)
             total_sumsq = (stats.sumsq * shares_there).sum()
         looked_at.append((total_sumsq, stats.found_inf))
     return looked_at
+
+
+def _numbers(grad: Tensor) -> Tensor:
+    """Return what a sparse grad adds up to, in fp32 if it has 16 bits: sums of fp16 may overflow."""
+    if grad.layout != torch.sparse_coo:
+        return grad
+    return (grad.float() if grad.itemsize == 2 else grad).coalesce().values()

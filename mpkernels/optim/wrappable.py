@@ -1,8 +1,15 @@
 """Checks whether Masters can be put around an optimizer."""
 
+import copy
 import inspect
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from mpkernels._torch_private.sharded import is_fsdp1s
@@ -12,7 +19,7 @@ from mpkernels.optim.engine import Engine
 def check(optimizer: Any) -> None:
     """Raise unless Masters can be put around this optimizer."""
     kind: Any = optimizer if isinstance(optimizer, type) else type(optimizer)
-    name = f"{kind.__module__}.{kind.__qualname__}"
+    name = _name(kind)
     if not isinstance(optimizer, Optimizer):
         what = "the class " if isinstance(optimizer, type) else ""
         raise TypeError(f"Masters: optimizer must be a torch.optim.Optimizer, got {what}{name}")
@@ -30,9 +37,106 @@ def check(optimizer: Any) -> None:
         check_group(group)
 
 
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
 def check_group(group: dict[str, Any]) -> None:
     for key in ("differentiable", "gradient_release"):  # torch's, and optimi's for a step in the backward
         if group.get(key):
             raise ValueError(f"Masters: optimizer must have {key}=False, got {group[key]!r}")
     if any(map(is_fsdp1s, group["params"])):
         raise ValueError("Masters: params must not be FullyShardedDataParallel's; shard the model by fully_shard")
+
+
+def refuse_one_that_holds(optimizer: Any, params: Sequence[Tensor]) -> None:
+    """Raise if the optimizer keeps some of these 16-bit parameters, their ids or their memory elsewhere than in its
+    groups: its step would find them there instead of fp32 ones."""
+    marks = set(chain.from_iterable(map(_marks, params)))
+    known = {id(group["params"]) for group in optimizer.param_groups}  # an attribute may be such a list itself
+    options = [value for group in optimizer.param_groups for key, value in group.items() if key != "params"]
+    kept = {**vars(optimizer), "param_groups": options, "state": list(optimizer.state.values())}
+    for name, value in kept.items():
+        if not marks.isdisjoint(chain.from_iterable(map(_marks, _all_in(value, known)))):
+            raise ValueError(
+                f"Masters: optimizer must find its 16-bit parameters in the groups' params alone, got "
+                f"{_name(type(optimizer))}, whose {name} holds some of them, too, and would have them stepped unseen"
+            )
+
+
+def _marks(value: Any) -> Iterator[int]:
+    """Yield numbers by which a value is known as a parameter, its id, or another tensor over its memory."""
+    yield value if type(value) is int else id(value)
+    if type(value) in (Tensor, Parameter) and value.layout is torch.strided and value.numel():
+        yield value.untyped_storage().data_ptr()
+
+
+def _all_in(value: Any, known: set[int], looks_into_objects: bool = True) -> Iterator[Any]:
+    """Yield the value and all that its containers hold. Of an object, yield its attributes, but not theirs."""
+    if id(value) in known:
+        return
+    known.add(id(value))
+    yield value
+    inner: Any = ()
+    if isinstance(value, Mapping):
+        inner = chain(value.keys(), value.values())
+    elif isinstance(value, list | tuple | set | frozenset | deque):
+        inner = value
+    elif isinstance(value, Module):
+        inner = value.parameters()
+    elif looks_into_objects and not isinstance(value, Tensor | type) and not callable(value):
+        inner, looks_into_objects = getattr(value, "__dict__", {}).values(), False
+    for it in list(inner):
+        yield from _all_in(it, known, looks_into_objects)
+
+
+def refuse_one_that_remembers_steps(optimizer: Any) -> None:
+    """Raise if a step changes an attribute of the optimizer, such as a count of steps: stepping its groups one by one
+    would change that once a group."""
+    if changed := _changed_by_steps(optimizer):
+        raise ValueError(
+            "Masters: optimizer must remember its steps in state and param_groups alone for group_by_group=True, got "
+            f"{_name(type(optimizer))}, whose step changes {', '.join(changed)}"
+        )
+
+
+def _changed_by_steps(optimizer: Any) -> list[str]:
+    """Return the attributes that a copy of the optimizer changes when it steps a small parameter for the second time. A
+    first step may set up what later ones leave alone."""
+    group, param = min(
+        ((group, param) for group in optimizer.param_groups for param in group["params"]), key=lambda it: it[1].numel()
+    )
+    twin = object.__new__(type(optimizer))
+    own = {key: it for key, it in vars(optimizer).items() if key not in ("param_groups", "state", "step")}
+    own |= {f"_optimizer_step_{kind}_hooks": OrderedDict() for kind in ("pre", "post")}
+    vars(twin).update(copy.deepcopy(own, {id(optimizer): twin}))
+    param = Parameter(torch.ones_like(param, dtype=torch.float32))
+    options = copy.deepcopy({key: it for key, it in group.items() if key != "params"})
+    twin.param_groups, twin.state = [{"params": [param], **options}], defaultdict(dict)
+    with torch.random.fork_rng(devices=[]):
+        param.grad = torch.ones_like(param)
+        type(twin).step(twin)
+        before = {key: _contents(it) for key, it in vars(twin).items()}
+        param.grad = torch.ones_like(param)
+        type(twin).step(twin)
+    after = {key: _contents(it) for key, it in vars(twin).items() if key not in ("param_groups", "state")}
+    return [key for key, it in after.items() if key not in before or not _are_equal(before[key], it)]
+
+
+def _contents(value: Any) -> Any:
+    """Return the numbers in containers as they are now; an object is what it is."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, Mapping):
+        return {key: _contents(it) for key, it in value.items()}
+    return list(map(_contents, value)) if isinstance(value, list | tuple | deque) else value
+
+
+def _are_equal(value: Any, other: Any) -> bool:
+    if isinstance(value, Tensor) and isinstance(other, Tensor):
+        return torch.equal(value, other)
+    if isinstance(value, dict) and isinstance(other, dict):
+        return value.keys() == other.keys() and all(_are_equal(it, other[key]) for key, it in value.items())
+    if isinstance(value, list) and isinstance(other, list):
+        return len(value) == len(other) and all(map(_are_equal, value, other))
+    return value is other or bool(value == other)

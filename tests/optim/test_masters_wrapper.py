@@ -79,6 +79,13 @@ def both_step(ours, bare, seed, dtype, factor=1.0, **options):
     bare.step()
 
 
+def test_all_of_torchs_optimizers_are_tried():
+    kinds = {it for it in vars(torch.optim).values() if isinstance(it, type) and issubclass(it, torch.optim.Optimizer)}
+    tried = {getattr(make, "func", make) for make in OPTIMIZERS.values()}
+    elsewhere = {torch.optim.Optimizer, torch.optim.LBFGS, torch.optim.SparseAdam}  # test_masters_wrapper_refusals.py
+    assert kinds == (tried & kinds) | elsewhere
+
+
 @each_optimizer
 @each_dtype
 def test_a_step_equals_the_bare_optimizers_over_fp32_weights_and_grads(make, dtype):

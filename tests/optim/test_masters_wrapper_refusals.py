@@ -71,19 +71,20 @@ def test_bad_options_are_refused_as_by_adamw():
 
 @pytest.mark.parametrize("options", [{"guard": False}, {}, {"max_norm": 1.0}], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, B16, F16], ids=str)
-def test_a_sparse_grad_reaches_an_optimizer_that_takes_one(dtype, options):
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.SparseAdam])
+def test_a_sparse_grad_reaches_an_optimizer_that_takes_one(kind, dtype, options):
     param, other = (torch.nn.Parameter(torch.ones(4, 3, dtype=it)) for it in (dtype, torch.float32))
     rows = torch.tensor([[1, 3, 1]])  # one of them twice
     values = torch.arange(1.0, 10.0).view(3, 3)
     param.grad, other.grad = (
         torch.sparse_coo_tensor(rows, values.to(it.dtype), (4, 3), check_invariants=True) for it in (param, other)
     )
-    optimizer = Masters(torch.optim.SGD([param], lr=0.1), **options)
+    optimizer = Masters(kind([param], lr=0.1), **options)
     norm = other.grad.to_dense().norm()
     if "max_norm" in options:
         other.grad = other.grad * float(1.0 / (norm.double() + 1e-6))
     optimizer.step()
-    torch.optim.SGD([other], lr=0.1).step()
+    kind([other], lr=0.1).step()
     torch.testing.assert_close(true_weight(param, optimizer.state[param]).float(), other.detach())
     if "max_norm" in options:
         torch.testing.assert_close(optimizer.grad_norm, norm)

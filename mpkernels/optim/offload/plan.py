@@ -71,8 +71,7 @@ class OffloadedPlan:
 
     def look(self, grads: list[Any]) -> tuple[Tensor, Tensor]:
         """Return the sum of the grads' squares, and whether one holds an inf or NaN."""
-        parts = list(map(real, parts_of([grads[i] for i in self._places])))
-        return norm_without_plan.look(parts, self._shares, self.device)
+        return norm_without_plan.look(parts_of([grads[i] for i in self._places]), self._shares, self.device)
 
     def step(
         self, grads: list[Any], verdict: Verdict, max_norm: float | None = None, skipped_steps: Tensor | None = None

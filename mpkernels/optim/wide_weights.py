@@ -1,0 +1,123 @@
+"""The fp32 parameters that a wrapped optimizer sees in place of 16-bit ones while it steps, loads or saves."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from mpkernels._shared.parameters import is_sharded
+from mpkernels._torch_private.ops import foreach_copy_, foreach_mul_
+from mpkernels.distributed.parts import part_of, parts_of, placed_as
+from mpkernels.ops.step.split import join_each, split_each
+from mpkernels.optim import wrappable
+from mpkernels.optim.masters import needs_master
+
+
+class WideWeights:
+    """One fp32 parameter for each 16-bit one, the same for life, because some classes remember parameters or their ids.
+    Between steps it has no memory. Both share what anybody notes on one of them as an attribute."""
+
+    def __init__(self) -> None:
+        self._wide_of: dict[Tensor, Parameter] = {}
+
+    def cover(self, optimizer: Any, params: Sequence[Tensor]) -> None:
+        """Make an fp32 parameter for each of these that has 16 bits by now; raise if the optimizer keeps one elsewhere
+        than in its groups. Notes of the 16-bit parameter's dtype and shape become fp32, as states do."""
+        new = dict.fromkeys(it for it in params if needs_master(it) and it not in self._wide_of)
+        if new:
+            wrappable.refuse_one_that_holds(optimizer, list(new))
+        for param in new:
+            wide = placed_as(param, _without_memory(param))
+            self._wide_of[param] = Parameter(wide, requires_grad=param.requires_grad)
+            for key, note in vars(param).items():
+                if isinstance(note, Tensor) and (note.dtype, note.shape) == (param.dtype, param.shape):
+                    setattr(param, key, note.float())
+
+    @contextmanager
+    def shown_to(self, optimizer: Any, params: Iterable[Tensor]) -> Iterator[None]:
+        """Inside this context, have the optimizer's groups and states hold fp32 parameters instead of these 16-bit
+        ones. Setting a parameter's ``data`` to fp32 instead would take DDP's hooks off it."""
+        wide_of = {param: self._wide_of[param] for param in params if needs_master(param)}
+        try:
+            for param, wide in wide_of.items():
+                wide.requires_grad_(param.requires_grad)
+                wide.__dict__ = vars(param)
+                _set_part(wide, _without_memory(param))
+            _rename(optimizer, wide_of)
+            yield
+        finally:
+            _rename(optimizer, {wide: param for param, wide in wide_of.items()})
+            for wide in wide_of.values():
+                wide.grad = None
+                _set_part(wide, torch.empty(0, dtype=torch.float32, device=part_of(wide).device))
+
+    def step(self, optimizer: Any, groups: list[dict[str, Any]], factor: float) -> None:
+        """Have the optimizer step these of its groups, with grads that are multiplied by the factor. It steps fp32
+        weights in place of 16-bit ones, whose states must hold remainders; then the weights are rounded. If the step
+        raises, what it has done so far is kept, as with fp32 parameters."""
+        params = list(dict.fromkeys(param for group in groups for param in group["params"]))
+        narrow = [param for param in params if param.grad is not None and needs_master(param)]
+        all_groups, grads = optimizer.param_groups, {}
+        if factor != 1:
+            grads = {it: it.grad for it in params if it.grad is not None and not needs_master(it)}
+        try:
+            for param, grad in grads.items():
+                param.grad = placed_as(param, part_of(grad) * factor)
+            optimizer.param_groups = groups
+            with self.shown_to(optimizer, params):
+                self._step_wide(optimizer, narrow, factor)
+        finally:
+            optimizer.param_groups = all_groups
+            for param, grad in grads.items():
+                param.grad = grad
+
+    def _step_wide(self, optimizer: Any, params: list[Tensor], factor: float) -> None:
+        """Have the optimizer step with fp32 copies of these parameters' true weights and grads; then round."""
+        wide = [self._wide_of[param] for param in params]
+        remainders = [optimizer.state[it]["remainder"] for it in wide]
+        weights, parts = parts_of([param.detach() for param in params]), parts_of(remainders)
+        for it, master in zip(wide, join_each(weights, parts), strict=True):
+            _set_part(it, master)
+        grads = _wide_grads(parts_of([param.grad for param in params]), factor)
+        for it, grad in zip(wide, grads, strict=True):
+            it.grad = placed_as(it, grad)
+            del optimizer.state[it]["remainder"]  # optimizers test whether a state is empty
+        try:
+            optimizer.step()
+        finally:
+            for it, remainder in zip(wide, remainders, strict=True):
+                optimizer.state.setdefault(it, {})["remainder"] = remainder
+            split_each(parts_of([it.detach() for it in wide]), weights, parts)
+            torch.autograd.graph.increment_version([param for param in params if is_sharded(param)])
+
+
+def _without_memory(param: Tensor) -> Tensor:
+    """Return a part for a parameter that doesn't move, of which nobody reads or writes the elements."""
+    part = part_of(param.detach())
+    return torch.full((), torch.nan, dtype=torch.float32, device=part.device).expand(part.shape)
+
+
+def _set_part(wide: Parameter, part: Tensor) -> None:
+    parts_of([wide])[0].data = part
+
+
+def _rename(optimizer: Any, names: Mapping[Tensor, Tensor]) -> None:
+    for group in optimizer.param_groups:
+        group["params"][:] = [names.get(it, it) for it in group["params"]]
+    for old, new in names.items():
+        if old in optimizer.state:
+            optimizer.state[new] = optimizer.state.pop(old)
+
+
+def _wide_grads(grads: list[Tensor], factor: float) -> list[Tensor]:
+    if not grads or any(it.layout is not torch.strided for it in grads):  # foreach ops refuse an empty list
+        return [it.float() * factor for it in grads]
+    # Copies, also of fp32 grads: what follows must not change the user's.
+    wide = [torch.empty_like(it, dtype=torch.float32) for it in grads]
+    foreach_copy_(wide, grads)
+    if factor != 1:
+        foreach_mul_(wide, factor)
+    return wide
