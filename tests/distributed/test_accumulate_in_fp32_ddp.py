@@ -9,6 +9,7 @@ from torch import distributed, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.many_gpus import among
 from mpkernels.amp import accumulate
 from mpkernels.distributed import ddp
 from mpkernels.optim import SGD, AdamW
@@ -171,3 +172,18 @@ def test_wrappers_that_are_not_served_are_refused():
             ValueError, match=r"grad_dtype must be left out under FullyShardedDataParallel, .* fully_shard"
         ):
             accumulate([0], 1, AdamW(flat.parameters()), model=flat, grad_dtype=F32)
+
+
+def test_grads_are_divided_by_the_number_of_processes_in_the_wrappers_group():
+    """Only this process has a grad: the others don't exist."""
+
+    def stepped():
+        model = nn.Linear(3, 2, bias=False, dtype=B16)
+        nn.init.zeros_(model.weight)
+        wrapper = DistributedDataParallel(model, process_group=distributed.new_group([0, 1]))
+        optimizer = SGD(model.parameters(), lr=1.0)
+        for micro in accumulate([torch.ones(1, 3, dtype=B16)], 1, optimizer, model=wrapper, grad_dtype=F32):
+            micro.backward(wrapper(micro.batch).sum())
+        return model.weight
+
+    assert (among(4, stepped) == -1 / 2).all()

@@ -236,12 +236,15 @@ def test_a_group_that_is_popped_takes_its_options_along():
     assert second.item() == pytest.approx(1 - 2 * 0.2)
 
 
+@pytest.mark.parametrize("unscaled", [False, True])
 @pytest.mark.parametrize("kind", [torch.amp.GradScaler, GradScaler])
-def test_a_scaler_that_release_grads_was_not_given_is_refused(kind):
+def test_a_scaler_that_release_grads_was_not_given_is_refused(kind, unscaled):
     layer = torch.nn.Linear(3, 2)
     optimizer, scaler = AdamW(layer.parameters()), kind("cpu")
     optimizer.release_grads()
     scaler.scale(layer(torch.ones(1, 3)).sum()).backward()
+    if unscaled:
+        scaler.unscale_(optimizer)
     with pytest.raises(RuntimeError, match=r"AdamW.release_grads: scaler must be .* call release_grads\(scaler=scaler"):
         scaler.step(optimizer)
 

@@ -171,6 +171,11 @@ def the_last_state_forgotten(params, optimizer):
 
 
 @added_to(CHANGES)
+def the_last_state_emptied(params, optimizer):
+    optimizer.state[params[-1]].clear()
+
+
+@added_to(CHANGES)
 def moments_in_another_layout_in_place(params, optimizer):
     for name in ("exp_avg", "exp_avg_sq"):
         moment = optimizer.state[params[0]][name]

@@ -46,6 +46,18 @@ class HiddenIsKeptByTheLoop(Mlp):
         return y
 
 
+class HiddenIsKeptByAWhile(Mlp):
+    def forward(self, x):
+        h, i = None, 0
+        while i < 2:
+            if h is not None:
+                x = x + h.sum()
+            h = self.act(self.fc1(x))
+            x = self.fc2(h)
+            i += 1
+        return x
+
+
 class InputIsBoundAnew(Mlp):
     def forward(self, x):
         gate = self.act(self.fc1(x))
@@ -249,6 +261,7 @@ LEFT = {
     HiddenIsCapturedBefore: "its forward applies no",
     HiddenIsCapturedByAFunctionBefore: "its forward applies no",
     HiddenIsKeptByTheLoop: "its forward applies no",
+    HiddenIsKeptByAWhile: None,
     InputIsBoundAnew: None,
     BoundByAnAugmentedAssignment: "its forward applies no",
     ArgumentsHaveNoNames: "its forward applies no",
