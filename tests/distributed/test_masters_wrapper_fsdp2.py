@@ -20,7 +20,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from mpkernels.amp import GradScaler
 from mpkernels.ops.step.split import join
-from mpkernels.optim import Masters
+from mpkernels.optim import AdamW, Masters
 from tests.distributed.sharding import backward, even_network, network, part_of, shard, trained, whole, wholes
 from tests.distributed.test_fsdp2 import are_same_outcomes
 from tests.hard_grads import same_bits
@@ -121,7 +121,8 @@ def test_two_processes_train_as_one(tmp_path):
 
 
 @needs_gloo
-def test_a_backward_refuses_a_weight_that_was_stepped_since_its_forward():
+@pytest.mark.parametrize("make", [make, AdamW])
+def test_a_backward_refuses_a_weight_that_was_stepped_since_its_forward(make):
     with alone():
         weight = nn.Parameter(distribute_tensor(torch.ones(4, 4, dtype=B16), init_device_mesh("cpu", (1,)), [Shard(0)]))
         optimizer, loss = make([weight]), (weight * weight).sum()

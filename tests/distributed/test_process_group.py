@@ -115,14 +115,30 @@ def test_compiled_steps_have_no_graph_break():
         assert same_bits(*params)
 
 
-def test_a_process_without_grads_agrees_too():
+def dtensors(monkeypatch):
+    return [nn.Parameter(it.detach().bfloat16()) for it in sharded(2, 2)], {}
+
+
+def parts_of_fsdp1(monkeypatch):
+    flat = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    flat._fsdp_flattened = True
+    monkeypatch.setattr(fsdp1, "_known_groups", lambda: {id(flat): distributed.group.WORLD})
+    return [flat], {}
+
+
+def of_a_group(monkeypatch):
+    return [nn.Parameter(torch.ones(4))], {"process_group": distributed.group.WORLD}
+
+
+@pytest.mark.parametrize("make", [dtensors, parts_of_fsdp1, of_a_group])
+def test_a_process_without_grads_agrees_too(make, monkeypatch):
     """Otherwise the others would wait for it."""
 
     def collectives_of_a_step(has_grads):
-        params = [nn.Parameter(it.detach().bfloat16()) for it in sharded(2, 2)]
+        params, options = make(monkeypatch)
         for param in params:
             param.grad = torch.ones_like(param) if has_grads else None
-        return collectives(AdamW(params).step)
+        return collectives(AdamW(params, **options).step)
 
     assert [among(2, partial(collectives_of_a_step, it)) for it in (True, False)] == [1, 1]
 
@@ -144,6 +160,38 @@ def test_a_verdict_for_a_hook_serves_that_step_alone():
             scaler.update()
             hook.remove()
         assert optimizer.skipped_steps == 1
+
+
+@needs_gloo
+def test_a_verdict_for_a_step_that_a_hook_stops_serves_no_other_step():
+    with alone() as group:
+        param = nn.Parameter(torch.ones(2))
+        optimizer, scaler = AdamW([param], process_group=group), GradScaler("cpu")
+        hook = optimizer.register_step_pre_hook(interrupt)
+        scaler.scale(param.sum()).backward()
+        with pytest.raises(KeyboardInterrupt):
+            scaler.step(optimizer)
+        hook.remove()
+        param.grad.fill_(math.inf)
+        optimizer.step()
+    assert optimizer.skipped_steps == 1
+
+
+def spoil(param, *_):
+    param.grad.fill_(math.inf)
+
+
+@needs_gloo
+@pytest.mark.parametrize("kind", [torch.amp.GradScaler, GradScaler])
+def test_a_scaler_learns_of_an_inf_that_a_hook_makes(kind):
+    with alone() as group:
+        param = nn.Parameter(torch.ones(2))
+        optimizer, scaler = AdamW([param], max_norm=1.0, process_group=group), kind("cpu", init_scale=8.0)
+        optimizer.register_step_pre_hook(partial(spoil, param))
+        scaler.scale(param.sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert (scaler.get_scale(), optimizer.skipped_steps) == (4.0, 1)
 
 
 @needs_gloo

@@ -46,9 +46,10 @@ def assert_bool(flag, expected):
     assert flag.item() is expected
 
 
-def test_a_plain_fp32_step_checks_no_grads():
+@pytest.mark.parametrize("frozen", [[], [torch.nn.Parameter(torch.ones(2, dtype=B16))]], ids=["alone", "beside bf16"])
+def test_a_step_of_fp32_grads_alone_checks_none(frozen):
     model = network()
-    optimizer = AdamW(model.parameters())
+    optimizer = AdamW([*model.parameters(), *frozen])
     train(model, optimizer, 1)
     assert optimizer.grad_norm is None
     assert optimizer.skipped_steps is None

@@ -52,8 +52,9 @@ class HiddenIsKeptByAWhile(Mlp):
         while i < 2:
             if h is not None:
                 x = x + h.sum()
-            h = self.act(self.fc1(x))
-            x = self.fc2(h)
+            with torch.enable_grad():
+                h = self.act(self.fc1(x))
+                x = self.fc2(h)
             i += 1
         return x
 
@@ -130,8 +131,9 @@ class SameNameForAnotherInput(Mlp):
 class ReadAfterAnError(Mlp):
     def forward(self, x):
         try:
-            x = self.fc1(x)
-            x = self.act(x)
+            with torch.enable_grad():
+                x = self.fc1(x)
+                x = self.act(x)
         finally:
             self.seen = x
         return x
