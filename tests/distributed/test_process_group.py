@@ -22,6 +22,7 @@ from mpkernels.optim import AdamW
 from tests.hard_grads import same_bits
 from tests.processes import alone, needs_gloo
 
+
 @pytest.mark.parametrize("bad", [0, "world", object()])
 @pytest.mark.parametrize(
     "make", [lambda **its: AdamW([torch.ones(1)], **its), GradScaler, partial(clip_grad_norm_, [], 1)]

@@ -154,6 +154,8 @@ def test_grads_are_fp32_again_after_zero_grad_and_remove_or_accumulate(end):
     optimizer = AdamW(model.parameters(), lr=1e-2, max_norm=1.0)
     release = optimizer.release_grads()
     loss_of(model, 0).backward()
+    with release.accumulate():
+        assert all(param.grad.dtype == B16 for param in model.parameters())  # those that have come stay narrow
     optimizer.zero_grad()
     if end == "remove":
         release.remove()

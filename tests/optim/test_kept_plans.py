@@ -171,11 +171,6 @@ def the_last_state_forgotten(params, optimizer):
 
 
 @added_to(CHANGES)
-def the_last_state_emptied(params, optimizer):
-    optimizer.state[params[-1]].clear()
-
-
-@added_to(CHANGES)
 def moments_in_another_layout_in_place(params, optimizer):
     for name in ("exp_avg", "exp_avg_sq"):
         moment = optimizer.state[params[0]][name]
@@ -248,6 +243,21 @@ def test_other_memory_of_one_kind_of_state_is_seen(target, key):
             old[-1].fill_(77)
 
     assert_the_same(target.device, elsewhere, dtype=B16, **options)
+
+
+def test_states_given_to_other_parameters_are_seen():
+    """The dict's values come in the same order as before."""
+
+    def exchanged(params, optimizer):
+        states = list(optimizer.state.values())
+        optimizer.state.clear()
+        optimizer.state.update(zip(reversed(params), states, strict=True))
+
+    assert_the_same("cpu", exchanged, shapes=[(4, 4)] * 2)
+
+
+def test_the_last_state_emptied_is_seen():
+    assert_the_same("cpu", lambda params, optimizer: optimizer.state[params[-1]].clear())
 
 
 @pytest.mark.parametrize("place", [0, 299])
