@@ -174,16 +174,21 @@ def test_wrappers_that_are_not_served_are_refused():
             accumulate([0], 1, AdamW(flat.parameters()), model=flat, grad_dtype=F32)
 
 
-def test_grads_are_divided_by_the_number_of_processes_in_the_wrappers_group():
-    """Only this process has a grad: the others don't exist."""
+def test_a_wrapper_of_some_processes_exchanges_grads_among_these():
+    def all_reduce(tensor, op=None, group=None):
+        """Do as if the other processes had zeros."""
+        groups.append(group)
 
     def stepped():
-        model = nn.Linear(3, 2, bias=False, dtype=B16)
+        model, some = nn.Linear(3, 2, bias=False, dtype=B16), distributed.new_group([0, 1])
         nn.init.zeros_(model.weight)
-        wrapper = DistributedDataParallel(model, process_group=distributed.new_group([0, 1]))
+        wrapper = DistributedDataParallel(model, process_group=some, find_unused_parameters=True)
         optimizer = SGD(model.parameters(), lr=1.0)
         for micro in accumulate([torch.ones(1, 3, dtype=B16)], 1, optimizer, model=wrapper, grad_dtype=F32):
             micro.backward(wrapper(micro.batch).sum())
+        assert groups == [some] * 2
         return model.weight
 
-    assert (among(4, stepped) == -1 / 2).all()
+    groups = []
+    with mock.patch.object(distributed, "all_reduce", all_reduce):
+        assert (among(4, stepped) == -1 / 2).all()
