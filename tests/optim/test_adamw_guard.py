@@ -55,6 +55,20 @@ def test_a_step_of_fp32_grads_alone_checks_none(frozen):
     assert optimizer.skipped_steps is None
 
 
+def test_an_inf_that_the_scaler_has_found_skips_the_step_though_the_user_removes_it():
+    for kernel in mpkernels.backends("adamw_", "cpu"):
+        param, scaler = torch.nn.Parameter(torch.ones(2)), torch.amp.GradScaler("cpu")
+        optimizer = AdamW([param], guard=True)
+        scaler.scale(param.sum()).backward()
+        param.grad[0] = torch.inf
+        with mpkernels.backend(kernel):
+            scaler.unscale_(optimizer)
+            param.grad.nan_to_num_(posinf=0.0)
+            scaler.step(optimizer)
+        assert optimizer.skipped_steps == 1, kernel
+        assert (param == 1).all()
+
+
 @pytest.mark.parametrize("user_unscales", [False, True])
 def test_under_torchs_grad_scaler_it_trains_and_skips_as_torchs(user_unscales):
     ours, theirs = network(), network()
