@@ -107,3 +107,14 @@ def test_zero_grad_forgets_the_grads_of_a_failed_backward():
     ours.zero_grad()
     trained(ours, params), trained(optimizer, theirs)
     assert_same(ours, optimizer, norm=False)
+
+
+def test_grads_that_a_release_has_sent_before_its_end_are_stepped_once():
+    params, theirs = parameters(B16), parameters(B16)
+    ours, optimizer = OPTIMIZERS["AdamW"].ours(params, offload=True), OPTIMIZERS["AdamW"].ours(theirs)
+    release = ours.release_grads()
+    loss_of(params, 7).backward(), loss_of(theirs, 7).backward()
+    release.remove()
+    ours.step(), optimizer.step()
+    trained(ours, params), trained(optimizer, theirs)
+    assert_same(ours, optimizer, norm=False)

@@ -9,6 +9,7 @@ from torch import distributed, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.many_gpus import among
 from mpkernels.amp import accumulate
 from mpkernels.distributed import ddp
 from mpkernels.optim import SGD, AdamW
@@ -171,3 +172,23 @@ def test_wrappers_that_are_not_served_are_refused():
             ValueError, match=r"grad_dtype must be left out under FullyShardedDataParallel, .* fully_shard"
         ):
             accumulate([0], 1, AdamW(flat.parameters()), model=flat, grad_dtype=F32)
+
+
+def test_a_wrapper_of_some_processes_exchanges_grads_among_these():
+    def all_reduce(tensor, op=None, group=None):
+        """Do as if the other processes had zeros."""
+        groups.append(group)
+
+    def stepped():
+        model, some = nn.Linear(3, 2, bias=False, dtype=B16), distributed.new_group([0, 1])
+        nn.init.zeros_(model.weight)
+        wrapper = DistributedDataParallel(model, process_group=some, find_unused_parameters=True)
+        optimizer = SGD(model.parameters(), lr=1.0)
+        for micro in accumulate([torch.ones(1, 3, dtype=B16)], 1, optimizer, model=wrapper, grad_dtype=F32):
+            micro.backward(wrapper(micro.batch).sum())
+        assert groups == [some] * 2
+        return model.weight
+
+    groups = []
+    with mock.patch.object(distributed, "all_reduce", all_reduce):
+        assert (among(4, stepped) == -1 / 2).all()

@@ -5,7 +5,9 @@ import warnings
 from functools import partial
 from itertools import product
 
+import pytest
 import torch
+from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -13,15 +15,17 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from mpkernels.amp import GradScaler
 from mpkernels.ops.step.split import join
-from mpkernels.optim import Masters
+from mpkernels.optim import AdamW, Masters
 from tests.distributed.sharding import backward, even_network, network, part_of, shard, trained, whole, wholes
 from tests.distributed.test_fsdp2 import are_same_outcomes
 from tests.hard_grads import same_bits
 from tests.networks import B16, F16
-from tests.processes import in_processes, run_checks, spawn
+from tests.processes import alone, in_processes, needs_gloo, run_checks, spawn
 
 F32 = torch.float32
 FULL = StateDictOptions(full_state_dict=True)
@@ -114,3 +118,15 @@ CHECKS = (
 @in_processes
 def test_two_processes_train_as_one(tmp_path):
     spawn(partial(run_checks, CHECKS), tmp_path)
+
+
+@needs_gloo
+@pytest.mark.parametrize("make", [make, AdamW])
+def test_a_backward_refuses_a_weight_that_was_stepped_since_its_forward(make):
+    with alone():
+        weight = nn.Parameter(distribute_tensor(torch.ones(4, 4, dtype=B16), init_device_mesh("cpu", (1,)), [Shard(0)]))
+        optimizer, loss = make([weight]), (weight * weight).sum()
+        loss.backward(retain_graph=True)
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()

@@ -5,6 +5,7 @@ import math
 import pickle
 from contextlib import nullcontext
 from functools import partial
+from itertools import product
 from unittest import mock
 
 import pytest
@@ -13,15 +14,13 @@ from torch import distributed, nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from benchmarks.many_gpus import among
+from benchmarks.many_gpus import among, collectives, sharded
 from mpkernels.amp import GradScaler, clip_grad_norm_
 from mpkernels.distributed import fsdp1
 from mpkernels.distributed.processes import Processes
 from mpkernels.optim import AdamW
 from tests.hard_grads import same_bits
 from tests.processes import alone, needs_gloo
-
-pytestmark = pytest.mark.exhaustive
 
 
 @pytest.mark.parametrize("bad", [0, "world", object()])
@@ -62,14 +61,13 @@ def test_a_scaler_leaves_nothing_behind_on_an_optimizer(whose_group, fails):
 
 
 @needs_gloo
-@pytest.mark.parametrize("has_failed", [False, True])
-@pytest.mark.parametrize("found_inf", [None, 0.0, 1.0])
-def test_all_skip_if_one_has_failed(found_inf, has_failed):
+def test_all_skip_if_one_has_failed():
     """On a GPU, where no host waits for an error in another process, skipping keeps the weights unchanged."""
     with alone() as group:
-        sumsq, skips, failed, _ = Processes(group).agree([torch.ones(1)], torch.tensor(2.0), found_inf, has_failed)
-    assert (sumsq.item(), failed.item()) == (2.0, float(has_failed))
-    assert skips.item() == float(bool(found_inf) or has_failed)  # at most 1, because torch's optimizers step if it is 2
+        for found_inf, has_failed in product((None, 0.0, 1.0), (False, True)):
+            sumsq, skips, failed, _ = Processes(group).agree([torch.ones(1)], torch.tensor(2.0), found_inf, has_failed)
+            assert (sumsq.item(), failed.item()) == (2.0, float(has_failed))
+            assert skips.item() == float(bool(found_inf) or has_failed)  # at most 1: torch's optimizers step if it is 2
 
 
 def test_parts_of_fsdp1_beside_whole_parameters_are_refused_for_a_norm_alone(monkeypatch):
@@ -104,6 +102,7 @@ def test_differentiable_steps_take_no_group():
         AdamW([torch.ones(2, requires_grad=True)], differentiable=True, process_group=group)
 
 
+@pytest.mark.exhaustive
 @needs_gloo
 def test_compiled_steps_have_no_graph_break():
     with alone() as group:
@@ -115,6 +114,34 @@ def test_compiled_steps_have_no_graph_break():
                 param.grad = torch.full((3,), grad)
                 step()
         assert same_bits(*params)
+
+
+def dtensors(monkeypatch):
+    return [nn.Parameter(it.detach().bfloat16()) for it in sharded(2, 2)], {}
+
+
+def parts_of_fsdp1(monkeypatch):
+    flat = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    flat._fsdp_flattened = True
+    monkeypatch.setattr(fsdp1, "_known_groups", lambda: {id(flat): distributed.group.WORLD})
+    return [flat], {}
+
+
+def of_a_group(monkeypatch):
+    return [nn.Parameter(torch.ones(4))], {"process_group": distributed.group.WORLD}
+
+
+@pytest.mark.parametrize("make", [dtensors, parts_of_fsdp1, of_a_group])
+def test_a_process_without_grads_agrees_too(make, monkeypatch):
+    """Otherwise the others would wait for it."""
+
+    def collectives_of_a_step(has_grads):
+        params, options = make(monkeypatch)
+        for param in params:
+            param.grad = torch.ones_like(param) if has_grads else None
+        return collectives(AdamW(params, **options).step)
+
+    assert [among(2, partial(collectives_of_a_step, it)) for it in (True, False)] == [1, 1]
 
 
 def interrupt(*_):
@@ -134,6 +161,38 @@ def test_a_verdict_for_a_hook_serves_that_step_alone():
             scaler.update()
             hook.remove()
         assert optimizer.skipped_steps == 1
+
+
+@needs_gloo
+def test_a_verdict_for_a_step_that_a_hook_stops_serves_no_other_step():
+    with alone() as group:
+        param = nn.Parameter(torch.ones(2))
+        optimizer, scaler = AdamW([param], process_group=group), GradScaler("cpu")
+        hook = optimizer.register_step_pre_hook(interrupt)
+        scaler.scale(param.sum()).backward()
+        with pytest.raises(KeyboardInterrupt):
+            scaler.step(optimizer)
+        hook.remove()
+        param.grad.fill_(math.inf)
+        optimizer.step()
+    assert optimizer.skipped_steps == 1
+
+
+def spoil(param, *_):
+    param.grad.fill_(math.inf)
+
+
+@needs_gloo
+@pytest.mark.parametrize("kind", [torch.amp.GradScaler, GradScaler])
+def test_a_scaler_learns_of_an_inf_that_a_hook_makes(kind):
+    with alone() as group:
+        param = nn.Parameter(torch.ones(2))
+        optimizer, scaler = AdamW([param], max_norm=1.0, process_group=group), kind("cpu", init_scale=8.0)
+        optimizer.register_step_pre_hook(partial(spoil, param))
+        scaler.scale(param.sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert (scaler.get_scale(), optimizer.skipped_steps) == (4.0, 1)
 
 
 @needs_gloo
@@ -177,21 +236,17 @@ def test_under_torchs_sharded_scaler_each_process_clips_by_its_own_norm(monkeypa
 
 
 @needs_gloo
-@pytest.mark.parametrize(
-    ("dtype", "options", "has_one"),
-    [
-        (torch.float32, {}, False),
-        (torch.float32, {"max_norm": 1.0}, True),
-        (torch.bfloat16, {}, True),
-        (torch.bfloat16, {"guard": False}, False),
-    ],
-    ids=str,
-)
-def test_zero_gives_its_group_to_an_optimizer_that_clips_or_guards(dtype, options, has_one):
+def test_zero_gives_its_group_to_an_optimizer_that_clips_or_guards():
     with alone() as group:
-        param = nn.Parameter(torch.ones(2, dtype=dtype))
-        optimizer = ZeroRedundancyOptimizer([param], AdamW, **options)
-        param.grad = torch.ones_like(param)
-        optimizer.step()
-        peers = optimizer.optim._peers
-        assert (peers is not None and peers.group is group) is has_one
+        for dtype, options, has_one in (
+            (torch.float32, {}, False),
+            (torch.float32, {"max_norm": 1.0}, True),
+            (torch.bfloat16, {}, True),
+            (torch.bfloat16, {"guard": False}, False),
+        ):
+            param = nn.Parameter(torch.ones(2, dtype=dtype))
+            optimizer = ZeroRedundancyOptimizer([param], AdamW, **options)
+            param.grad = torch.ones_like(param)
+            optimizer.step()
+            peers = optimizer.optim._peers
+            assert (peers is not None and peers.group is group) is has_one, (dtype, options)

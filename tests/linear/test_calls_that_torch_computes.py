@@ -9,7 +9,7 @@ from torch.nn import Parameter, functional
 import mpkernels
 from mpkernels.functional import linear_act
 from tests.linear.choosing import computed_by, forget_choices
-from tests.linear_cases import torchs
+from tests.linear_cases import TORCH, torchs
 
 X, WEIGHT, BIAS = torch.randn(6, 8), torch.randn(6, 8), torch.randn(6)
 
@@ -70,3 +70,29 @@ def test_a_sparse_x_is_not_taken_for_an_expanded_one(monkeypatch):
     computed_by(monkeypatch, "native")
     for x in (torch.ones(()).expand(6, 8), X.to_sparse()):
         torch.testing.assert_close(linear_act(x, WEIGHT, None, "none"), torchs(x, WEIGHT, None, "none"))
+
+
+@pytest.mark.parametrize("activation", TORCH)
+def test_vmap_calls_an_activation_once_for_all(activation):
+    """It warns that it is slow where it calls a function in place for each row."""
+    arguments = WEIGHT, BIAS, activation
+    with torch.no_grad():
+        got = torch.func.vmap(linear_act, in_dims=(0, None, None, None))(X.view(2, 3, 8), *arguments)
+    torch.testing.assert_close(got, torchs(X, *arguments).view(2, 3, 6))
+
+
+class NotInPlace(torch.Tensor):
+    """A tensor subclass that can't be overwritten."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, arguments=(), options=None):
+        name = function.__name__
+        assert not name.endswith("_") or name.startswith("__"), name
+        return super().__torch_function__(function, types, arguments, options)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("activation", TORCH)
+def test_no_tensor_of_another_class_is_overwritten(activation):
+    arguments = X.as_subclass(NotInPlace), WEIGHT, BIAS, activation
+    torch.testing.assert_close(linear_act(*arguments), torchs(*arguments))

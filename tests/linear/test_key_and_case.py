@@ -13,6 +13,7 @@ from mpkernels.functional import linear_act
 from mpkernels.linear import compute_block
 from mpkernels.nn import LinearAct
 from mpkernels.selector import table
+from tests.block_cases import BLOCKS, MLPS
 from tests.hard_grads import same_bits
 from tests.linear.choosing import CudaAutocast, computed_by, forget_choices
 from tests.linear_cases import TORCH, torchs, transposed
@@ -125,14 +126,23 @@ def test_the_selector_is_asked_again_if_anything_differs_that_a_choice_depends_o
         assert has_asked(asked), name
 
 
-@pytest.mark.parametrize("trained", ["x", "weight", "bias"])
-def test_the_selector_is_asked_again_if_another_gradient_is_wanted(asked, trained):
-    layer, x = LinearAct(8, 6).requires_grad_(False), torch.randn(5, 8)
-    layer(x)
+@torch.autocast("cpu", B16)
+@pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS)
+def test_the_selector_is_asked_again_if_any_tensor_of_a_block_differs(asked, block):
+    tensors = [torch.randn(shape) for shape in ((5, 8), *block.shapes(8, 6, 4))]
+    block.ours("silu", *tensors)
     has_asked(asked)
-    {"x": x, "weight": layer.weight, "bias": layer.bias}[trained].requires_grad_()
-    layer(x)
-    assert has_asked(asked)
+    for i, it in enumerate(tensors):
+        for other in (it.clone().requires_grad_(), it.to(B16), *([transposed(it)] if it.ndim == 2 else [])):
+            block.ours("silu", *tensors[:i], other, *tensors[i + 1 :])
+            assert has_asked(asked), ("x", *block.names)[i]
+
+
+@pytest.mark.parametrize("block", MLPS.values(), ids=MLPS)
+def test_the_selector_is_asked_again_if_a_block_has_another_number_of_outputs(asked, block):
+    for outputs in (4, 5):
+        block.ours("silu", *(torch.randn(shape) for shape in ((5, 8), *block.shapes(8, 6, outputs))))
+        assert has_asked(asked)
 
 
 def test_a_call_whose_x_is_frozen_is_another_case():

@@ -46,12 +46,27 @@ def assert_bool(flag, expected):
     assert flag.item() is expected
 
 
-def test_a_plain_fp32_step_checks_no_grads():
+@pytest.mark.parametrize("frozen", [[], [torch.nn.Parameter(torch.ones(2, dtype=B16))]], ids=["alone", "beside bf16"])
+def test_a_step_of_fp32_grads_alone_checks_none(frozen):
     model = network()
-    optimizer = AdamW(model.parameters())
+    optimizer = AdamW([*model.parameters(), *frozen])
     train(model, optimizer, 1)
     assert optimizer.grad_norm is None
     assert optimizer.skipped_steps is None
+
+
+def test_an_inf_that_the_scaler_has_found_skips_the_step_though_the_user_removes_it():
+    for kernel in mpkernels.backends("adamw_", "cpu"):
+        param, scaler = torch.nn.Parameter(torch.ones(2)), torch.amp.GradScaler("cpu")
+        optimizer = AdamW([param], guard=True)
+        scaler.scale(param.sum()).backward()
+        param.grad[0] = torch.inf
+        with mpkernels.backend(kernel):
+            scaler.unscale_(optimizer)
+            param.grad.nan_to_num_(posinf=0.0)
+            scaler.step(optimizer)
+        assert optimizer.skipped_steps == 1, kernel
+        assert (param == 1).all()
 
 
 @pytest.mark.parametrize("user_unscales", [False, True])

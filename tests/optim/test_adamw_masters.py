@@ -9,6 +9,7 @@ import torch
 
 from mpkernels.amp import to_full, to_mixed
 from mpkernels.optim import AdamW
+from mpkernels.optim.masters import true_weight
 from tests.hard_grads import same_bits
 from tests.networks import B16, F16, backward, network, train
 from tests.optim.optimizers import true_weights
@@ -114,6 +115,22 @@ def test_a_nan_in_a_weight_is_not_taken_for_another_weight():
     optimizer.step()
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     optimizer.step()  # a warning would be an error
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("value", [1.0, 1 + 2**-7])
+def test_a_loaded_master_halfway_between_two_weights_belongs_to_both(scheme, value):
+    """A copy of fp32 rounds to the even one, a split master to the larger one."""
+    weight = torch.nn.Parameter(torch.full((3,), value, dtype=B16))
+    weight.grad = torch.zeros_like(weight)
+    optimizer = AdamW([weight], lr=0.0, master="fp32")
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"][0]["master"].fill_(1 + 2**-8)
+    other = AdamW([weight], lr=0.0, master=scheme)
+    other.load_state_dict(saved)
+    other.step()  # a warning would be an error
+    assert (true_weight(weight, other.state[weight]) == 1 + 2**-8).all()
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -72,7 +72,7 @@ def test_a_step_that_must_know_all_grads_keeps_them_in_16_bits(how):
                     param.grad = param.grad.bfloat16().float()
             scaler.step(optimizer)
             scaler.update()
-            assert model is plain or all(param.grad is None for param in model.parameters())
+            assert model is plain or all(it.grad is None and it.grad_dtype == it.dtype for it in model.parameters())
             optimizer.zero_grad()
         assert scalers[0].get_scale() == scalers[1].get_scale()
     assert all(map(same_bits, ours.parameters(), plain.parameters()))
@@ -154,6 +154,8 @@ def test_grads_are_fp32_again_after_zero_grad_and_remove_or_accumulate(end):
     optimizer = AdamW(model.parameters(), lr=1e-2, max_norm=1.0)
     release = optimizer.release_grads()
     loss_of(model, 0).backward()
+    with release.accumulate():
+        assert all(param.grad.dtype == B16 for param in model.parameters())  # those that have come stay narrow
     optimizer.zero_grad()
     if end == "remove":
         release.remove()
@@ -236,12 +238,15 @@ def test_a_group_that_is_popped_takes_its_options_along():
     assert second.item() == pytest.approx(1 - 2 * 0.2)
 
 
+@pytest.mark.parametrize("unscaled", [False, True])
 @pytest.mark.parametrize("kind", [torch.amp.GradScaler, GradScaler])
-def test_a_scaler_that_release_grads_was_not_given_is_refused(kind):
+def test_a_scaler_that_release_grads_was_not_given_is_refused(kind, unscaled):
     layer = torch.nn.Linear(3, 2)
     optimizer, scaler = AdamW(layer.parameters()), kind("cpu")
     optimizer.release_grads()
     scaler.scale(layer(torch.ones(1, 3)).sum()).backward()
+    if unscaled:
+        scaler.unscale_(optimizer)
     with pytest.raises(RuntimeError, match=r"AdamW.release_grads: scaler must be .* call release_grads\(scaler=scaler"):
         scaler.step(optimizer)
 

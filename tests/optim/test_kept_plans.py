@@ -245,6 +245,21 @@ def test_other_memory_of_one_kind_of_state_is_seen(target, key):
     assert_the_same(target.device, elsewhere, dtype=B16, **options)
 
 
+def test_states_given_to_other_parameters_are_seen():
+    """The dict's values come in the same order as before."""
+
+    def exchanged(params, optimizer):
+        states = list(optimizer.state.values())
+        optimizer.state.clear()
+        optimizer.state.update(zip(reversed(params), states, strict=True))
+
+    assert_the_same("cpu", exchanged, shapes=[(4, 4)] * 2)
+
+
+def test_the_last_state_emptied_is_seen():
+    assert_the_same("cpu", lambda params, optimizer: optimizer.state[params[-1]].clear())
+
+
 @pytest.mark.parametrize("place", [0, 299])
 def test_a_change_is_seen_among_many(place):
     def other_memory(params, optimizer):

@@ -181,6 +181,21 @@ def test_the_user_may_unscale_and_clip(dtype):
         assert same_bits(param, other.to(param.dtype))
 
 
+@pytest.mark.parametrize("kind", [torch.amp.GradScaler, GradScaler], ids=lambda it: it.__module__)
+@pytest.mark.parametrize("options", [{}, {"guard": True}, {"max_norm": 1.0}], ids=str)
+def test_an_inf_that_the_scaler_has_found_skips_the_step_though_the_user_removes_it(kind, options):
+    optimizer, scaler = around(**options), kind("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(()))
+    give_grads(all_params(optimizer), 0, B16)
+    all_params(optimizer)[0].grad[0, 0] = torch.inf
+    scaler.unscale_(optimizer)
+    all_params(optimizer)[0].grad.nan_to_num_(posinf=0.0)
+    before = [param.detach().clone() for param in all_params(optimizer)]
+    scaler.step(optimizer)
+    assert all(map(same_bits, all_params(optimizer), before))
+    assert optimizer.skipped_steps == 1
+
+
 def test_a_closure_is_called_once_before_all_groups():
     optimizer, calls = around(), []
 

@@ -46,6 +46,19 @@ class HiddenIsKeptByTheLoop(Mlp):
         return y
 
 
+class HiddenIsKeptByAWhile(Mlp):
+    def forward(self, x):
+        h, i = None, 0
+        while i < 2:
+            if h is not None:
+                x = x + h.sum()
+            with torch.enable_grad():
+                h = self.act(self.fc1(x))
+                x = self.fc2(h)
+            i += 1
+        return x
+
+
 class InputIsBoundAnew(Mlp):
     def forward(self, x):
         gate = self.act(self.fc1(x))
@@ -118,8 +131,9 @@ class SameNameForAnotherInput(Mlp):
 class ReadAfterAnError(Mlp):
     def forward(self, x):
         try:
-            x = self.fc1(x)
-            x = self.act(x)
+            with torch.enable_grad():
+                x = self.fc1(x)
+                x = self.act(x)
         finally:
             self.seen = x
         return x
@@ -249,6 +263,7 @@ LEFT = {
     HiddenIsCapturedBefore: "its forward applies no",
     HiddenIsCapturedByAFunctionBefore: "its forward applies no",
     HiddenIsKeptByTheLoop: "its forward applies no",
+    HiddenIsKeptByAWhile: None,
     InputIsBoundAnew: None,
     BoundByAnAugmentedAssignment: "its forward applies no",
     ArgumentsHaveNoNames: "its forward applies no",

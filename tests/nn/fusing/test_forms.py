@@ -71,6 +71,58 @@ def test_a_form_is_left_with_a_reason(form, reason):
         assert len(report.left) == 1
 
 
+class InElseExceptAndCase(Mlp):
+    def forward(self, x):
+        if x.ndim == 2:
+            x = -x
+        else:
+            h = self.act(self.fc1(x))
+            x = self.fc2(h)
+        try:
+            raise KeyError
+        except KeyError:
+            k = self.act(self.fc1(x))
+            x = self.fc2(k)
+        match x.ndim:
+            case 3:
+                m = self.act(self.fc1(x))
+                x = self.fc2(m)
+        return x
+
+
+def test_every_branch_is_fused():
+    model = InElseExceptAndCase()
+    want = model(X)
+    fuse(model)
+    with recorded_ops() as ran:
+        assert_close(model(X), want, rtol=1e-5, atol=1e-6)
+    assert ran == ["mlp"] * 3
+
+
+class AnImportNamedTorch(Mlp):
+    def forward(self, x):
+        from torch.nn import functional as torch
+
+        return torch.relu(self.fc1(x))
+
+
+class AFunctionNamedTorch(Mlp):
+    def forward(self, x):
+        def torch():
+            pass
+
+        torch.relu = nn.GELU()
+        return torch.relu(self.fc1(x))
+
+
+@pytest.mark.parametrize("form", [AnImportNamedTorch, AFunctionNamedTorch])
+def test_a_local_name_is_not_taken_for_torch(form):
+    model = form()
+    want = model(X)
+    assert fuse(model).fused == []
+    assert torch.equal(model(X), want)
+
+
 class InAStaticMethod(nn.Module):
     def __init__(self):
         super().__init__()
