@@ -207,7 +207,8 @@ def _lists_of(
     lists = (
         list(map(real, kind)) if any(each is not nothing for each in kind) else [] for kind in (*kept, masters, scales)
     )
-    uncounted = partial(torch.zeros, (), device=nothing.device)  # the step count of a parameter without states
+    # The step count of a parameter without states.
+    uncounted = partial(torch.zeros, (), dtype=torch.float32, device=nothing.device)
     return *lists, [state["step"] if "step" in state else uncounted() for state in states]
 
 
