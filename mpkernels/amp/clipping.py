@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from mpkernels._shared.parameters import by_device, put_on, real, sum_of
-from mpkernels._torch_private.modes import count_dispatch_modes
 from mpkernels._torch_private.ops import foreach_mul_
-from mpkernels._torch_private.tracing import is_tracing
+from mpkernels._torch_private.tracing import is_known_to_host
 from mpkernels.distributed import fsdp1, meshes
 from mpkernels.distributed.parts import parts_of, settled_grads
 from mpkernels.distributed.processes import Processes, given
@@ -135,11 +134,8 @@ def _own_norm(grads: Sequence[Tensor], norm_type: float, shares: Sequence[float]
 
 
 def _is_known_one(coefficient: Tensor) -> bool:
-    """Return whether the host knows, without waiting for a device, that the coefficient is 1, so that no grad changes.
-    False under a mode or tracer, because the ops that it records must not depend on values."""
-    is_watched = is_tracing() or count_dispatch_modes() > 0
-    is_known = type(coefficient) is Tensor and coefficient.device.type == "cpu" and not is_watched
-    return is_known and float(coefficient) == 1.0
+    """Return whether the host knows that the coefficient is 1, so that no grad changes."""
+    return is_known_to_host(coefficient) and float(coefficient) == 1.0
 
 
 def _scale(grads: Sequence[Tensor], coefficient: Tensor) -> None:

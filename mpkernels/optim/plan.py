@@ -138,8 +138,9 @@ class Plan:
         by_name = list(zip(*map(self._rule.hyperparameters, self.groups), strict=True))
         count = self._ops.rule.tensors
         return (
-            *([0.0 if self._is_read_in_place(x) else float(x) for x in values] for values in by_name[:count]),
-            *(list(map(float, values)) for values in by_name[count:]),
+            # Not made floats here: the op's schema does so, and refuses text, which float() takes.
+            *([0.0 if self._is_read_in_place(x) else x for x in values] for values in by_name[:count]),
+            *map(list, by_name[count:]),
             [bool(group["maximize"]) for group in self.groups],
             self._on_device(by_name[:count]),
         )
