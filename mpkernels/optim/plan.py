@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mpkernels._shared.parameters import are_any_sharded, put_on, real
+from mpkernels._shared.parameters import are_any_sharded, put_on, real, real_values
 from mpkernels._torch_private.modes import for_real
 from mpkernels.distributed.meshes import Parts
 from mpkernels.distributed.parts import parts_in, parts_of
@@ -75,7 +75,10 @@ class Plan:
         """Return this plan's grads, out of a list with one grad for each of the optimizer's parameters."""
         here = grads if self._takes_all else [grads[i] for i in self._places]
         here = parts_of(here) if self._is_sharded else here
-        return list(map(real, here)) if self._is_complex else here
+        try:
+            return list(map(real, here)) if self._is_complex else here
+        except RuntimeError:  # a grad is a conjugated view; to ask each would take as long as to view it
+            return list(map(real_values, here))
 
     def look(self, grads: list[Any]) -> tuple[Tensor, Tensor]:
         """Return the sum of the grads' squares, and whether one holds an inf or NaN."""

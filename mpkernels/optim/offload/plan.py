@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpkernels._shared.parameters import by_device, real
+from mpkernels._shared.parameters import by_device, real, real_values
 from mpkernels.distributed.meshes import Parts
 from mpkernels.distributed.parts import parts_of
 from mpkernels.ops.step.skip_and_clip import write_outcome
@@ -71,7 +71,7 @@ class OffloadedPlan:
 
     def look(self, grads: list[Any]) -> tuple[Tensor, Tensor]:
         """Return the sum of the grads' squares, and whether one holds an inf or NaN."""
-        parts = list(map(real, parts_of([grads[i] for i in self._places])))
+        parts = list(map(real_values, parts_of([grads[i] for i in self._places])))
         return norm_without_plan.look(parts, self._shares, self.device)
 
     def step(
@@ -165,7 +165,7 @@ class OffloadedPlan:
 
 def _in_order_of(param: Tensor, grad: Tensor) -> Tensor:
     """Return the grad in the order of its parameter's memory."""
-    grad, param = real(grad), real(param)
+    grad, param = real_values(grad), real(param)
     if grad.stride() == param.stride():
         return grad
     return torch.empty_like(param, dtype=grad.dtype, device=grad.device).copy_(grad)
