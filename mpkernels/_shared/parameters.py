@@ -81,6 +81,18 @@ def real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
+def real_values(tensor: Tensor) -> Tensor:
+    """Return a tensor's real numbers to read. Of a conjugated or negated view, they are a copy."""
+    return real(tensor.resolve_conj().resolve_neg())
+
+
+def real_memory(tensor: Tensor) -> Tensor:
+    """Return a view of the same memory: real numbers, without the signs that a conjugated or negated view gives them.
+    Those don't matter for norms and scaling."""
+    bare = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return real(bare.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()))
+
+
 def set_grad_dtype(param: Tensor, dtype: torch.dtype | None) -> None:
     """Give the present grad and later ones this dtype. None allows any dtype for later grads, and gives the present one
     its parameter's."""

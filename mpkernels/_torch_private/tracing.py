@@ -63,6 +63,13 @@ def as_written(
     return written
 
 
+def is_known_to_host(tensor: torch.Tensor) -> bool:
+    """Return whether the host can read the tensor without waiting for a device. False under a mode or tracer: the ops
+    that it records must not depend on values."""
+    is_plain = type(tensor) is torch.Tensor and tensor.device.type == "cpu"
+    return is_plain and not (is_tracing() or count_dispatch_modes() > 0)
+
+
 _TRACING = [getattr(_kinds_of_modes, name, None) for name in ("FAKE", "PROXY", "FUNCTIONAL")]
 
 

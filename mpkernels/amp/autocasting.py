@@ -10,6 +10,16 @@ def machines_device() -> str:
     return "cpu" if accelerator is None else accelerator.type
 
 
+def check_device(op: str, device: object) -> None:
+    """Raise if torch knows no such device."""
+    if not isinstance(device, str | torch.device):
+        raise TypeError(f"{op}: device must be a type of device, such as 'cuda', got {device!r}")
+    try:
+        torch.device(device)
+    except RuntimeError:
+        raise ValueError(f"{op}: device must be a type of device, such as 'cuda', got {device!r}") from None
+
+
 def autocast(*arguments: Any, **keywords: Any) -> torch.amp.autocast:
     """Return a ``torch.amp.autocast``. Without ``device_type`` it is for the machine's accelerator, or the CPU.
 

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpkernels._shared.parameters import by_device, put_on, real, sum_of
-from mpkernels._torch_private.modes import count_dispatch_modes
+from mpkernels._shared.parameters import by_device, put_on, real_memory, sum_of
 from mpkernels._torch_private.ops import foreach_mul_
-from mpkernels._torch_private.tracing import is_tracing
+from mpkernels._torch_private.tracing import is_known_to_host
 from mpkernels.distributed import fsdp1, meshes
 from mpkernels.distributed.parts import parts_of, settled_grads
 from mpkernels.distributed.processes import Processes, given
@@ -135,11 +134,8 @@ def _own_norm(grads: Sequence[Tensor], norm_type: float, shares: Sequence[float]
 
 
 def _is_known_one(coefficient: Tensor) -> bool:
-    """Return whether the host knows, without waiting for a device, that the coefficient is 1, so that no grad changes.
-    False under a mode or tracer, because the ops that it records must not depend on values."""
-    is_watched = is_tracing() or count_dispatch_modes() > 0
-    is_known = type(coefficient) is Tensor and coefficient.device.type == "cpu" and not is_watched
-    return is_known and float(coefficient) == 1.0
+    """Return whether the host knows that the coefficient is 1, so that no grad changes."""
+    return is_known_to_host(coefficient) and float(coefficient) == 1.0
 
 
 def _scale(grads: Sequence[Tensor], coefficient: Tensor) -> None:
@@ -151,14 +147,21 @@ def _scale(grads: Sequence[Tensor], coefficient: Tensor) -> None:
             is_torchs = grad.dtype == torch.float64 or (grad.dtype == torch.float32 and grad.device.type == "cpu")
             by_dtype.setdefault(grad.dtype if is_torchs else torch.float16, []).append(grad)
         for dtype, same in by_dtype.items():
-            if dtype != torch.float16:
-                foreach_mul_(same, factor.to(dtype))
-            else:  # multiplied in fp32 and rounded once; torch would round the coefficient to 16 bits first
-                unscale_(same, torch.zeros((), dtype=torch.float32, device=factor.device), factor.float())
+            try:
+                _multiply(same, dtype, factor)
+            except RuntimeError:
+                if not any(map(Tensor.is_neg, same)):  # torch changes no list of negated views
+                    raise
+                _multiply(list(map(real_memory, same)), dtype, factor)
+
+
+def _multiply(grads: list[Tensor], dtype: torch.dtype, factor: Tensor) -> None:
+    if dtype != torch.float16:
+        foreach_mul_(grads, factor.to(dtype))
+    else:  # multiplied in fp32 and rounded once; torch would round the coefficient to 16 bits first
+        unscale_(grads, torch.zeros((), dtype=torch.float32, device=factor.device), factor.float())
 
 
 def _real(grads: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return complex grads as real views of their memory. A conjugate's signs don't matter for norm and scaling."""
-    if not any(map(torch.is_complex, grads)):
-        return grads
-    return [real(grad.conj() if grad.is_conj() else grad) for grad in grads]
+    """Return complex grads as real views of their memory."""
+    return list(map(real_memory, grads)) if any(map(torch.is_complex, grads)) else grads

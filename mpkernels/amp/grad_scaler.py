@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from mpkernels._shared.parameters import put_on
 from mpkernels.amp import handover, inf_check, scalings
-from mpkernels.amp.autocasting import machines_device
+from mpkernels.amp.autocasting import check_device, machines_device
 from mpkernels.amp.retries import AllOrNothing, Attempt
 from mpkernels.distributed import processes
 from mpkernels.ops import update_scale_
@@ -67,7 +67,9 @@ class GradScaler(torch.amp.GradScaler):
     ) -> None:
         as_torch = init_scale, growth_factor, backoff_factor, growth_interval
         beyond = min_scale, max_scale, hysteresis
-        schedule = scalings.check(scaling, dict(zip(scalings.DEFAULTS, as_torch + beyond, strict=True)))
+        schedule = scalings.check(scaling, dict(zip(scalings.DEFAULTS, as_torch + beyond, strict=True)), enabled)
+        if enabled and device is not None:
+            check_device("GradScaler", device)
         super().__init__(machines_device() if device is None else device, *as_torch, enabled)
         self._scaling = "scheduled" if schedule is not None else scaling
         self._schedule, self._updates = schedule, 0
@@ -218,9 +220,7 @@ class GradScaler(torch.amp.GradScaler):
             raise ValueError(f"GradScaler.update: new_scale must be None with a schedule, got {new_scale!r}")
         with AllOrNothing(scale, tracker, self._overflows):
             if new_scale is not None:
-                scalings.set_to(new_scale, scale)
-                if (self._min_scale, self._max_scale) != (0.0, math.inf):
-                    scale.clamp_(self._min_scale, self._max_scale)
+                scalings.set_to(new_scale, scale, self._min_scale, self._max_scale)
                 scale, tracker = scale.clone(), tracker.clone()  # the update moves clones, and so only counts overflows
             if found_infs:
                 overflows = self._overflows

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mpkernels._shared.parameters import by_device, params_of, put_on, unwrapped
+from mpkernels._shared.parameters import by_device, params_of, put_on, real_memory, unwrapped
 from mpkernels._torch_private.tensors import values_of
 from mpkernels.amp.retries import Attempt
 from mpkernels.distributed import fsdp1, meshes
@@ -29,8 +29,19 @@ def unscale_(grads: Grads, inv_scale: Tensor, attempts: dict[torch.device, Attem
     for device, (params, grads_there) in grads.items():
         if device not in attempts or not attempts[device].was_done():
             attempt = attempts[device] = Attempt(partial(list, params), device)
-            unscale_list_([*grads_there, attempt.mark], attempt.found_inf, put_on(device, inv_scale))
+            unscale = partial(_unscale, attempt, put_on(device, inv_scale))
+            try:
+                unscale(grads_there)
+            except (RuntimeError, TypeError):
+                if not any(it.is_complex() or it.is_neg() for it in grads_there):
+                    raise
+                grads_there[:] = map(real_memory, grads_there)
+                unscale(grads_there)
     return _together([attempts[device].found_inf for device in grads], inv_scale.device)
+
+
+def _unscale(attempt: Attempt, inv_scale: Tensor, grads: list[Tensor]) -> None:
+    unscale_list_([*grads, attempt.mark], attempt.found_inf, inv_scale)
 
 
 def look(grads: Grads, scale: Tensor) -> FoundInf:

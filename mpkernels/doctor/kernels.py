@@ -30,7 +30,7 @@ def why_not() -> dict[str, str]:
     for device in DEVICES:
         left_out = built.get(device, {}).get("left_out", "")
         if not built:
-            reasons[f"native on {device}"] = "the compiled library is missing"
+            reasons[f"native on {device}"] = f"the compiled kernels {_extension.why_none}"
         elif left_out:
             reasons[f"native on {device}"] = f"left out of the build: {left_out}"
     _devices.look_now()

@@ -27,8 +27,8 @@ def compute(kernel: str, kind: Kind, x: Tensor, params: Parameters, dtype: torch
 
 
 def afresh(kind: Kind, x: Tensor, params: Parameters) -> Tensor:
-    """Compute with plain torch, and overwrite nothing."""
-    if kind.recompute and is_grad_enabled():
+    """Compute with plain torch, and overwrite nothing. torch.func's transforms take no checkpoint."""
+    if kind.recompute and is_grad_enabled() and not are_transforms_active():
         y: Tensor = checkpoint(partial(by_torch, kind), x, *params, use_reentrant=False)
         return y
     return by_torch(kind, x, *params, overwrites=False)

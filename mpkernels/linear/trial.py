@@ -37,7 +37,7 @@ class Trial:
         self._rows, self._hidden = self._some_of(rows), self._some_of(hidden)
 
     def _normal(self, shape: tuple[int, ...]) -> Tensor:
-        return torch.randn(shape, generator=self._generator, device=self._device)
+        return torch.randn(shape, generator=self._generator, dtype=torch.float32, device=self._device)
 
     def _like(self, leaf: Tensor, shape: tuple[int, ...], scale: float) -> Tensor:
         made = (self._normal(shape[::-1] if is_transposed(leaf) else shape) * scale).to(leaf.dtype)

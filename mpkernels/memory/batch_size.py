@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from mpkernels._shared.call_model import call, refuse_meta
 from mpkernels._shared.tensors_in import tensors_in
 from mpkernels._torch_private.tensors import map_leaves
-from mpkernels.amp.autocasting import machines_device
+from mpkernels.amp.autocasting import check_device, machines_device
 from mpkernels.amp.mixed_class import Mixed
 from mpkernels.amp.policy import global_policy
 from mpkernels.distributed.restoring import restored
@@ -59,13 +59,14 @@ def find_max_batch_size(
             "Call it before init_process_group, with the model that you wrap afterwards; "
             "then take the least of all processes"
         )
+    _check(model_or_step, input_shape, start, max_batch, make_batch, restore)
+    if device is not None:
+        check_device("find_max_batch_size", device)
     if start < 1 or max_batch < 1:
         raise ValueError(f"find_max_batch_size: start and max_batch must be above 0, got {start} and {max_batch}")
     if (input_shape is None) == (make_batch is None):
         got = "neither" if make_batch is None else "both"
         raise TypeError(f"find_max_batch_size: input_shape or make_batch must be given, got {got}")
-    if not isinstance(input_shape, Sequence | None):
-        raise TypeError(f"find_max_batch_size: input_shape must be the shape of one example, got {input_shape!r}")
     model = model_or_step if isinstance(model_or_step, nn.Module) else None
     params = [] if model is None else list(model.parameters())
     if model is not None:
@@ -96,6 +97,22 @@ def find_max_batch_size(
     if largest == 0:
         raise RuntimeError(f"find_max_batch_size: not even a batch of 1 fits into the memory of {device}")
     return largest
+
+
+def _check(model_or_step: Any, input_shape: Any, start: Any, max_batch: Any, make_batch: Any, restore: Any) -> None:
+    """Refuse arguments of other kinds before a size is tried."""
+    is_list = isinstance(input_shape, Sequence) and not isinstance(input_shape, str | bytes)
+    is_shape = is_list and all(hasattr(size, "__index__") and size >= 0 for size in input_shape)
+    for name, is_met, wanted, got in (
+        ("model_or_step", callable(model_or_step), "a module or a function", model_or_step),
+        ("input_shape", input_shape is None or is_shape, "the shape of one example", input_shape),
+        ("start", hasattr(start, "__index__"), "an int", start),
+        ("max_batch", hasattr(max_batch, "__index__"), "an int", max_batch),
+        ("make_batch", make_batch is None or callable(make_batch), "a function", make_batch),
+        ("restore", isinstance(restore, Iterable), "a list of objects to restore", restore),
+    ):
+        if not is_met:
+            raise TypeError(f"find_max_batch_size: {name} must be {wanted}, got {got!r}")
 
 
 def _training_step(model: nn.Module, device: torch.device) -> Callable[[Any], None]:

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
+from struct import unpack_from
 from typing import Any
 
 import torch
@@ -47,27 +48,42 @@ def _find() -> tuple[Path | None, str]:
     return None, reason
 
 
-LIBRARY, _WHY_NONE = _find()
+LIBRARY, why_none = _find()
 
 
 def load() -> None:
     """Load the compiled kernels. Without them, warn once: ops then run Triton's kernels on GPUs, else the reference."""
-    if LIBRARY is None:
-        warnings.warn(
-            f"mpkernels: the compiled kernels {_WHY_NONE}, so the slow reference runs in their place, "
-            "on GPUs Triton's kernels; in a checkout, "
-            f"`{sys.executable} -m pip install -v -e .` builds them and says what it left out",
-            RuntimeWarning,
-            stacklevel=3,
-        )
-        return
-    torch.ops.load_library(str(LIBRARY))
+    global LIBRARY, why_none
+    if LIBRARY is not None:
+        try:
+            _refuse_part(LIBRARY)
+            torch.ops.load_library(str(LIBRARY))
+            return
+        except OSError as error:
+            why_none = f"in {LIBRARY.parent} can't be loaded ({error.__cause__ or error})"
+            LIBRARY = None
+    warnings.warn(
+        f"mpkernels: the compiled kernels {why_none}, so the slow reference runs in their place, "
+        "on GPUs Triton's kernels; in a checkout, "
+        f"`{sys.executable} -m pip install -v -e .` builds them and says what it left out",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+
+
+def _refuse_part(library: Path) -> None:
+    """Raise if the end of the file is missing, as after a copy that broke off: to load it would end the process."""
+    with library.open("rb") as file:
+        header = file.read(64).ljust(64, b"\0")
+    (start,), (size, count) = unpack_from("<Q", header, 40), unpack_from("<HH", header, 58)  # ELF's last table
+    if library.stat().st_size < max(64, start + size * count):
+        raise OSError(f"{library}: file too short")
 
 
 def ask_driver() -> tuple[int, int] | None:
     """Return the error of the library's CUDA runtime with this machine's driver (0 if none), and the CUDA version that
     the driver was made for, such as 13000. Return None if the library has no CUDA kernels."""
-    ask = None if LIBRARY is None else getattr(ctypes.CDLL(str(LIBRARY)), "mpkernels_ask_driver", None)
+    ask = None if LIBRARY is None else getattr(_handle(), "mpkernels_ask_driver", None)
     version = ctypes.c_int()
     return None if ask is None else (ask(ctypes.byref(version)), version.value)
 

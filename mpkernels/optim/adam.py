@@ -60,7 +60,8 @@ class Adam(Engine, torch.optim.Adam):
         process_group: Any = None,
         offload: bool = False,
     ) -> None:
-        self._take_options(master, state_dtype, max_norm, guard, process_group, offload)
+        numbers = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        self._take_options(master, state_dtype, max_norm, guard, process_group, offload, **numbers)
         switches: dict[str, Any] = {"maximize": maximize, "foreach": foreach, "capturable": capturable, "fused": fused}
         switches |= {"differentiable": differentiable, "decoupled_weight_decay": decoupled_weight_decay}
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **switches)

@@ -76,6 +76,7 @@ class AdamW(Engine, torch.optim.AdamW):
         process_group: Any = None,
         offload: bool = False,
     ) -> None:
-        self._take_options(master, state_dtype, max_norm, guard, process_group, offload)
+        numbers = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        self._take_options(master, state_dtype, max_norm, guard, process_group, offload, **numbers)
         switches: dict[str, Any] = {"maximize": maximize, "foreach": foreach, "capturable": capturable, "fused": fused}
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, differentiable=differentiable, **switches)

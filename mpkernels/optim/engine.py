@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.cuda import is_current_stream_capturing
 from torch.nn import Module
 
-from mpkernels._shared.parameters import are_any_sharded, by_device, params_of, refuse_sparse, refuse_unserved
+from mpkernels._shared.parameters import are_any_sharded, by_device, params_of, refuse_sparse
 from mpkernels._torch_private.tracing import as_written, may_be_compiled
 from mpkernels.distributed import processes
 from mpkernels.distributed.parts import settled_grads
@@ -56,9 +56,11 @@ class Engine(torch.optim.Optimizer):
     _is_loaded = False  # whether states were loaded since the last step; the model may be loaded later
 
     def _take_options(
-        self, master: str, state_dtype: Any, max_norm: Any, guard: Any, process_group: Any, offload: bool = False
-    ) -> None:
-        """Check and keep the options beyond torch's, before torch's constructor."""
+        self, master: str, state_dtype: Any, max_norm: Any, guard: Any, process_group: Any, offload: bool = False,
+        **numbers: Any,
+    ) -> None:  # fmt: skip
+        """Check and keep the options beyond torch's, and check its numbers, before torch's constructor."""
+        group_options.check_numbers(type(self).__name__, numbers)
         group_options.check_global(type(self).__name__, max_norm, guard, offload)
         self.master, self.state_dtype, self.max_norm, self.guard = master, state_dtype, max_norm, guard
         self.offload = offload
@@ -136,11 +138,8 @@ class Engine(torch.optim.Optimizer):
                 take_step = self._offload.step_of(self, params)
             try:
                 take_step(params, sharded)
-            except (RuntimeError, TypeError) as error:
-                for param in params:
-                    refuse_sparse(type(self).__name__, param.grad)
-                if isinstance(error, NotImplementedError):
-                    refuse_unserved(type(self).__name__, "params", params)
+            except (RuntimeError, TypeError, ValueError) as error:
+                group_options.name_cause(self, params, error)
                 if not any(plan.has_moved for plan in self._plans):
                     raise
                 self._foundations = None

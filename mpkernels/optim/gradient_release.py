@@ -204,5 +204,9 @@ def _step_alone(optimizer: Any, group_number: int, place: int, param: Tensor) ->
     if optimizer._is_loaded:
         optimizer._compare_loaded()
     plan = Plan(optimizer._rule, [(group, param, optimizer._state_of(param, grad, group))], [0], is_for_once=True)
-    plan.step([grad], Verdict())
+    try:
+        plan.step([grad], Verdict())
+    except (RuntimeError, TypeError, ValueError) as error:
+        group_options.name_cause(optimizer, [], error)
+        raise
     param.grad = None

@@ -1,6 +1,6 @@
 """An optimizer's options beyond torch's, and their checks: those for all parameters, and those of a parameter group."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from numbers import Real
 from typing import Any
@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpkernels._shared.parameters import refuse_sparse, refuse_unserved
 from mpkernels.optim.masters import KEYS, needs_master
 
 GROUP_OPTIONS = ("master", "state_dtype")
 _OPTIMIZER_OPTIONS = ("max_norm", "guard", "process_group", "offload")
+_NUMBERS = ("lr", "momentum", "dampening", "weight_decay", "eps")
 _STATE_DTYPES = (torch.float32, torch.bfloat16, torch.int8)
 
 
@@ -30,6 +32,37 @@ def check_global(name: str, max_norm: float | None, guard: bool | None, offload:
         raise TypeError(f"{name}: offload must be True or False, got {offload!r}")
     if max_norm is not None and guard is False:
         raise ValueError(f"{name}: max_norm needs the guard: a non-finite norm would clip every grad to NaN")
+
+
+def check_numbers(name: str, options: Mapping[str, Any]) -> None:
+    """Raise if a hyperparameter is no number."""
+    numbers = {key: options[key] for key in _NUMBERS if key in options}
+    if "betas" in options:
+        try:
+            numbers["betas[0]"], numbers["betas[1]"] = options["betas"]
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{name}: betas must be two numbers, got {options['betas']!r}") from None
+    for key, value in numbers.items():
+        if not hasattr(value, "__float__"):
+            raise TypeError(f"{name}: {key} must be a number, got {value!r}")
+
+
+def _check_numbers_of(optimizer: Any, group: Mapping[str, Any]) -> None:
+    if torch.compiler.is_compiling():
+        return
+    known = group.keys() & optimizer.defaults.keys()  # a user may keep something else under another's name
+    check_numbers(type(optimizer).__name__, {key: group[key] for key in known})
+
+
+def name_cause(optimizer: Any, params: Sequence[Tensor], error: Exception) -> None:
+    """Raise an error that names what has made a step fail, if that is a hyperparameter, a grad or a parameter."""
+    name = type(optimizer).__name__
+    for group in optimizer.param_groups:
+        _check_numbers_of(optimizer, group)
+    for param in params:
+        refuse_sparse(name, param.grad)
+    if isinstance(error, NotImplementedError):
+        refuse_unserved(name, "params", params)
 
 
 def refuse_twice(name: str, params: Sequence[Tensor]) -> None:
@@ -65,8 +98,7 @@ def check_group(optimizer: Any, group: dict[str, Any]) -> None:
     for key in group.keys() - optimizer.defaults.keys() - {"params", "param_names", *ours}:
         if like := get_close_matches(str(key).lower(), ours, cutoff=0.8):
             raise ValueError(f"{name}: a group has no option {key!r}; did you mean {like[0]!r}?")
-    if "betas" in group and len(group["betas"]) != 2:
-        raise ValueError(f"{name}: betas must be two numbers, got {group['betas']!r}")
+    _check_numbers_of(optimizer, group)
     if group["master"] not in KEYS:
         raise ValueError(f"{name}: master must be 'split' or 'fp32', got {group['master']!r}")
     if group["state_dtype"] not in _STATE_DTYPES:

@@ -49,11 +49,12 @@ class Lion(Engine):
         process_group: Any = None,
         offload: bool = False,
     ) -> None:
+        numbers = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
+        self._take_options(master, state_dtype, max_norm, guard, process_group, offload, **numbers)
         if not lr >= 0:
             raise ValueError(f"Lion: lr must be 0 or above, got {lr}")
         if not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"Lion: betas must be from 0 to below 1, got {tuple(betas)}")
         if not weight_decay >= 0:
             raise ValueError(f"Lion: weight_decay must be 0 or above, got {weight_decay}")
-        self._take_options(master, state_dtype, max_norm, guard, process_group, offload)
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize})
+        super().__init__(params, {**numbers, "maximize": maximize})

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mpkernels._shared.parameters import by_device, real, sum_of
+from mpkernels._shared.parameters import by_device, real_values, sum_of
 from mpkernels.ops.grads.grad_stats import grad_stats
 
 
@@ -24,7 +24,7 @@ def stats_by_device(grads: Sequence[Tensor], shares: Sequence[float] | None) -> 
     ``shares``: how much each grad's square counts; None where all count fully."""
     looked_at: list[tuple[Tensor, Tensor]] = []
     for there, places in by_device(grads, range(len(grads))).items():
-        stats = grad_stats([real(_numbers(grads[i])) for i in places])
+        stats = grad_stats([real_values(_numbers(grads[i])) for i in places])
         total_sumsq = stats.total_sumsq
         if shares is not None and set(shares) != {1.0}:
             shares_there = torch.tensor([shares[i] for i in places], dtype=torch.float64, device=there)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mpkernels._shared.parameters import are_any_sharded, put_on, real
+from mpkernels._shared.parameters import are_any_sharded, put_on, real, real_values
 from mpkernels._torch_private.modes import for_real
 from mpkernels.distributed.meshes import Parts
 from mpkernels.distributed.parts import parts_in, parts_of
@@ -75,7 +75,10 @@ class Plan:
         """Return this plan's grads, out of a list with one grad for each of the optimizer's parameters."""
         here = grads if self._takes_all else [grads[i] for i in self._places]
         here = parts_of(here) if self._is_sharded else here
-        return list(map(real, here)) if self._is_complex else here
+        try:
+            return list(map(real, here)) if self._is_complex else here
+        except RuntimeError:  # a grad is a conjugated view; to ask each would take as long as to view it
+            return list(map(real_values, here))
 
     def look(self, grads: list[Any]) -> tuple[Tensor, Tensor]:
         """Return the sum of the grads' squares, and whether one holds an inf or NaN."""
@@ -138,8 +141,9 @@ class Plan:
         by_name = list(zip(*map(self._rule.hyperparameters, self.groups), strict=True))
         count = self._ops.rule.tensors
         return (
-            *([0.0 if self._is_read_in_place(x) else float(x) for x in values] for values in by_name[:count]),
-            *(list(map(float, values)) for values in by_name[count:]),
+            # Not made floats here: the op's schema does so, and refuses text, which float() takes.
+            *([0.0 if self._is_read_in_place(x) else x for x in values] for values in by_name[:count]),
+            *map(list, by_name[count:]),
             [bool(group["maximize"]) for group in self.groups],
             self._on_device(by_name[:count]),
         )
@@ -207,7 +211,8 @@ def _lists_of(
     lists = (
         list(map(real, kind)) if any(each is not nothing for each in kind) else [] for kind in (*kept, masters, scales)
     )
-    uncounted = partial(torch.zeros, (), device=nothing.device)  # the step count of a parameter without states
+    # The step count of a parameter without states.
+    uncounted = partial(torch.zeros, (), dtype=torch.float32, device=nothing.device)
     return *lists, [state["step"] if "step" in state else uncounted() for state in states]
 
 

@@ -60,7 +60,8 @@ class SGD(Engine, torch.optim.SGD):
         process_group: Any = None,
         offload: bool = False,
     ) -> None:
-        self._take_options(master, state_dtype, max_norm, guard, process_group, offload)
+        numbers = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
+        self._take_options(master, state_dtype, max_norm, guard, process_group, offload, **numbers)
         switches: dict[str, Any] = {"maximize": maximize, "foreach": foreach, "fused": fused}
         switches |= {"differentiable": differentiable}
         super().__init__(params, lr, momentum, dampening, weight_decay, nesterov, **switches)

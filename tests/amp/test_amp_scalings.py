@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from mpkernels.amp import GradScaler
+from mpkernels.amp.scalings import DEFAULTS
 from tests.amp.test_grad_scaler import OPTIMIZERS, SCALINGS, iterate, one_param
 
 INF = math.inf
@@ -47,7 +48,7 @@ def test_a_scale_that_is_loaded_or_set_stays_within_the_bounds(is_in_use):
             scaler = GradScaler("cpu", init_scale=2.0, min_scale=1.0, max_scale=1024.0)
             if is_in_use:
                 scaler.scale(torch.ones(()))
-            scaler.load_state_dict(theirs("cpu", init_scale=saved).state_dict())
+            scaler.load_state_dict(theirs("cpu").state_dict() | {"scale": saved})
             assert scaler.get_scale() == wanted
             assert scaler.scale(torch.ones(())) == wanted
             for new_scale in (saved, torch.tensor([saved])):
@@ -62,6 +63,7 @@ def test_hysteresis_waits_for_overflows_in_a_row():
 
 
 KNOWN = "'dynamic', 'static', a callable or a list of (step, scale)"
+FINITE = "a finite fp32 number above 0"
 IMPOSSIBLE = [
     ({"scaling": "dynamical"}, f"scaling must be {KNOWN}, got 'dynamical'"),
     ({"scaling": []}, f"scaling must be {KNOWN}, got []"),
@@ -81,13 +83,49 @@ IMPOSSIBLE = [
     ({"max_scale": 4.0}, "init_scale must be from 0.0 to 4.0, got 65536.0"),
     ({"hysteresis": 0}, "hysteresis must be an int, 1 or more, got 0"),
     ({"hysteresis": 1.5}, "hysteresis must be an int, 1 or more, got 1.5"),
+    ({"growth_interval": 2000.0}, "growth_interval must be an int, got 2000.0"),
+    ({"growth_factor": math.nan}, "growth_factor must be a number, got nan"),
+    ({"min_scale": math.nan}, "min_scale must be a number, got nan"),
+    *(({"init_scale": it}, f"init_scale must be {FINITE}, got {it}") for it in (0.0, -1, INF, 1e39)),
+    ({"init_scale": 0.0, "scaling": "static"}, f"init_scale must be {FINITE}, got 0.0"),
+    ({"device": "gpu"}, "device must be a type of device, such as 'cuda', got 'gpu'"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("options", "text"), IMPOSSIBLE, ids=[text for _, text in IMPOSSIBLE])
 def test_impossible_options_are_refused(options, text):
     with pytest.raises(ValueError, match=f"^{re.escape(f'GradScaler: {text}')}$"):
-        GradScaler("cpu", **options)
+        GradScaler(**{"device": "cpu"} | options)
+
+
+@pytest.mark.parametrize("bad", ["big", None, [8.0]], ids=str)
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_an_option_that_is_no_number_is_refused_at_once(name, bad):
+    with pytest.raises(TypeError, match=f"^{re.escape(f'GradScaler: {name} must be a number, got {bad!r}')}$"):
+        GradScaler("cpu", **{name: bad})
+
+
+@pytest.mark.parametrize("device", [2.0**16, 8, True], ids=str)
+def test_a_device_that_is_no_device_is_refused(device):
+    """A scale, which came first in the old torch.cuda.amp.GradScaler."""
+    with pytest.raises(TypeError, match=f"^GradScaler: device must be a type of device, such as 'cuda', got {device}$"):
+        GradScaler(device)
+
+
+def test_a_disabled_scaler_takes_any_of_torchs_options():
+    scaler = GradScaler("gpu", "big", None, None, None, enabled=False, max_scale=8.0)
+    assert not scaler.is_enabled()
+
+
+@pytest.mark.parametrize("bad", [math.nan, INF, 0.0, -1, 1e39, torch.tensor(math.nan), torch.tensor([INF])], ids=str)
+def test_a_new_scale_that_is_no_scale_is_refused(bad):
+    scaler = GradScaler("cpu")
+    scales(scaler, [0])
+    got = bad.item() if isinstance(bad, torch.Tensor) else bad
+    text = f"GradScaler.update: new_scale must be {FINITE}, got {got}"
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        scaler.update(bad)
+    assert scales(scaler, [1]) == [2.0**15]
 
 
 @pytest.mark.parametrize("bad", [0.0, -2.0, float("inf"), float("nan"), 1e-50, 1e300, None, "8"])

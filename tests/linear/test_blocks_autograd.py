@@ -114,6 +114,36 @@ def test_a_graph_can_be_used_twice_and_differentiated_twice(target, name, activa
         assert relative_error(mine, oracle) <= 32 * eps
 
 
+@pytest.mark.each_value_once
+@pytest.mark.parametrize("options", [{}, {"recompute": True}], ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@EVERY
+def test_a_second_derivative_exists_where_torch_has_one_whatever_is_frozen(name, activation, options):
+    """Also where it is 0, as through ReLU's slope: a penalty on gradients would raise there."""
+    if options and name not in MLPS:
+        return
+    *leaves, dy = arguments(name, F32)
+
+    def penalty(function, wanted, leaves, dy, **options):
+        leaves = [it.detach().requires_grad_(need) for it, need in zip(leaves, wanted, strict=True)]
+        trained = [it for it in leaves if it.requires_grad]
+        first = torch.autograd.grad(function(activation, *leaves, **options), trained, dy, create_graph=True)
+        loss = sum(it.square().sum() for it in first)
+        if not loss.requires_grad:
+            return None
+        return torch.autograd.grad(loss, trained, allow_unused=True, materialize_grads=True)
+
+    for wanted in itertools.product([True, False], repeat=len(leaves)):
+        if any(wanted):
+            with mpkernels.backend("native"):
+                got = penalty(BLOCKS[name].ours, wanted, leaves, dy, **options)
+            want = penalty(BLOCKS[name].torchs, wanted, leaves, dy)
+            if want is None:  # ours may be 0 there: gate and up are kept as one tensor
+                assert got is None or not any(it.any() for it in got), wanted
+            else:
+                torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
+
+
 def test_the_backward_refuses_a_kept_tensor_that_was_written_to(target):
     *leaves, dy = (it.requires_grad_() for it in arguments("mlp", B16, device=target.device))
     y = BLOCKS["mlp"].ours("gelu", *leaves)

@@ -11,7 +11,7 @@ from mpkernels import selector
 from mpkernels.functional import gated_linear, gated_mlp, mlp
 from mpkernels.linear import cast_cache, key_and_case
 from mpkernels.ops.linear.block_kind import ROUNDING
-from tests.block_cases import BLOCKS, arguments, results
+from tests.block_cases import BLOCKS, MLPS, arguments, results
 from tests.linear.test_blocks_autograd import saved_by
 from tests.linear_cases import relative_error
 
@@ -88,6 +88,38 @@ def test_functorch_and_export_give_torchs_results(name):
     exported = torch.export.export(Module(), (x,))
     assert "mpkernels" not in str(exported.graph)
     torch.testing.assert_close(exported.module()(x), torchs("silu", x, *parameters))
+
+
+TRANSFORMED = {
+    "grad": lambda f, x, w: torch.func.grad(lambda x, w: f(x, w).sum(), (0, 1))(x, w),
+    "grad of grad": lambda f, x, w: torch.func.grad(
+        lambda w: torch.func.grad(lambda x: f(x, w).square().sum())(x).square().sum()
+    )(w),
+    "vmap": lambda f, x, w: torch.func.vmap(f, (0, None))(x, w),
+    "vmap of grad": lambda f, x, w: torch.func.vmap(torch.func.grad(lambda w, x: f(x, w).sum()), (None, 0))(w, x),
+    "grad of vmap": lambda f, x, w: torch.func.grad(lambda w: torch.func.vmap(lambda x: f(x, w))(x).sum())(w),
+    "backward of vmap": lambda f, x, w: torch.autograd.grad(torch.func.vmap(lambda x: f(x, w))(x).sum(), w),
+    "jvp": lambda f, x, w: torch.func.jvp(lambda x: f(x, w), (x,), (torch.ones_like(x),)),
+    "vjp": lambda f, x, w: torch.func.vjp(f, x, w)[1](torch.ones(len(x), 7)),
+    "jacrev": lambda f, x, w: torch.func.jacrev(f)(x, w),
+    "jacfwd": lambda f, x, w: torch.func.jacfwd(f)(x, w),
+    "hessian": lambda f, x, w: torch.func.hessian(lambda x: f(x, w).sum())(x),
+}
+
+
+@pytest.mark.parametrize("transformed", TRANSFORMED.values(), ids=TRANSFORMED)
+@pytest.mark.parametrize("name", MLPS)
+def test_a_block_that_recomputes_gives_torchs_results_under_transforms(name, transformed):
+    """A checkpoint of torch's raises there."""
+    x, weight, *parameters, _ = arguments(name, F32)
+    ours, torchs = (
+        transformed(lambda x, weight, f=f: f(x, weight, *parameters), x, weight.detach().requires_grad_())
+        for f in (
+            functools.partial(BLOCKS[name].ours, "silu", recompute=True),
+            functools.partial(BLOCKS[name].torchs, "silu"),
+        )
+    )
+    torch.testing.assert_close(ours, torchs, rtol=1e-4, atol=1e-5)
 
 
 @EVERY_LARGER_BLOCK

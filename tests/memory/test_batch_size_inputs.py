@@ -1,5 +1,6 @@
 """find_max_batch_size tries a step with batches of random numbers, or with those that make_batch returns."""
 
+import re
 import sys
 from collections import UserDict
 
@@ -66,16 +67,25 @@ def test_a_step_gets_the_batch_as_it_was_made():
     assert seen == [{"n": [1]}, {"n": [2]}]
 
 
+NO_SHAPES = 8, "x", "", b"x", (2.5,), ("2",), (-2,)
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
         ({}, "input_shape or make_batch must be given, got neither"),
         ({"input_shape": (2,), "make_batch": torch.ones}, "input_shape or make_batch must be given, got both"),
-        ({"input_shape": 8}, "input_shape must be the shape of one example, got 8"),
+        *(({"input_shape": it}, f"input_shape must be the shape of one example, got {it!r}") for it in NO_SHAPES),
+        ({"input_shape": (2,), "start": "x"}, "start must be an int, got 'x'"),
+        ({"input_shape": (2,), "start": 1.5}, "start must be an int, got 1.5"),
+        ({"input_shape": (2,), "max_batch": None}, "max_batch must be an int, got None"),
+        ({"input_shape": (2,), "restore": 3}, "restore must be a list of objects to restore, got 3"),
+        ({"input_shape": (2,), "device": 3}, "device must be a type of device, such as 'cuda', got 3"),
+        ({"make_batch": (2,)}, "make_batch must be a function, got (2,)"),
     ],
 )
-def test_a_shape_or_make_batch_must_be_given(options, says):
-    with pytest.raises(TypeError, match=f"^find_max_batch_size: {says}$"):
+def test_a_bad_argument_is_named(options, says):
+    with pytest.raises(TypeError, match=f"^{re.escape(f'find_max_batch_size: {says}')}$"):
         mpkernels.find_max_batch_size(network(), **options)
 
 

@@ -1,43 +1,54 @@
-"""AdamW steps alike for any default dtype and device, with numbers anywhere, and with tensors without memory."""
+"""Optimizers step alike for any default dtype and device, with numbers anywhere, and with tensors without memory."""
 
 import contextlib
+import math
 import subprocess
 import sys
 
 import pytest
 import torch
 
+from mpkernels.amp import GradScaler
 from mpkernels.optim import AdamW
 from tests.hard_grads import same_bits
-from tests.networks import B16, backward, network
-
-pytestmark = pytest.mark.exhaustive
+from tests.networks import B16, F16, backward, network
+from tests.optim.optimizers import all_same_bits, each_optimizer, saved_numbers
 
 I8 = torch.int8
 
 
-@pytest.mark.parametrize("dtype", [B16, torch.float64], ids=str)
-def test_steps_are_the_same_under_another_default_dtype(target, dtype):
+@pytest.mark.each_value_once
+@each_optimizer
+@pytest.mark.parametrize("default", [B16, F16, torch.float64], ids=str)
+def test_steps_are_the_same_under_another_default_dtype(target, line, default):
     """None of our tensors takes the default dtype."""
     results = []
-    for default in (torch.float32, dtype):
-        models = [network(it, target.device) for it in (torch.float32, B16)]
+    for dtype in (torch.float32, default):
+        params = [torch.ones(3, dtype=it, device=target.device, requires_grad=True) for it in (torch.float32, B16)]
+        generator = torch.Generator().manual_seed(0)
         try:
-            torch.set_default_dtype(default)
-            for state_dtype in (torch.float32, I8):
-                params = [param for model in models for param in model.parameters()]
-                optimizer = AdamW(params, lr=1e-2, max_norm=1.0, state_dtype=state_dtype)
-                generator = torch.Generator().manual_seed(0)
-                for _ in range(2):
+            torch.set_default_dtype(dtype)
+            for options in ({}, {"max_norm": 1.0, "state_dtype": I8}):
+                optimizer, scaler = line.ours(params, **options), GradScaler(target.device.type)
+                for factor in (1.0, 2.0**16, math.inf):  # bare, under the scaler, and a skip
                     for param in params:
-                        param.grad = torch.randn(param.shape, generator=generator, dtype=torch.float32).to(param)
-                    optimizer.step()
-            results.append((params, optimizer.grad_norm, optimizer.step_was_skipped, optimizer.skipped_steps))
+                        grad = torch.randn(param.shape, generator=generator, dtype=torch.float32)
+                        param.grad = (grad * factor).to(param)
+                    if factor > 1:
+                        scaler.scale(params[0].detach())
+                        scaler.step(optimizer)
+                        scaler.update()
+                    else:
+                        optimizer.step()
+                results += *params, optimizer.grad_norm, optimizer.step_was_skipped, optimizer.skipped_steps
+                results += saved_numbers(optimizer).values()
         finally:
             torch.set_default_dtype(torch.float32)
-    torch.testing.assert_close(*results, rtol=0, atol=0)
+    half = len(results) // 2
+    assert all_same_bits(results[:half], results[half:])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("options", [{}, {"state_dtype": I8}, {"lr": torch.tensor(1e-2), "max_norm": 1.0}])
 def test_steps_are_the_same_under_another_default_device(target, options):
     ours, plain = network(B16, target.device), network(B16, target.device)
@@ -50,6 +61,7 @@ def test_steps_are_the_same_under_another_default_device(target, options):
     assert all(map(same_bits, ours.parameters(), plain.parameters()))
 
 
+@pytest.mark.exhaustive
 def test_a_number_on_the_host_goes_by_value_to_another_device():
     """A copy to the device would make the host wait."""
     model = network()
@@ -80,12 +92,14 @@ with FakeTensorMode():
 """
 
 
+@pytest.mark.exhaustive
 def test_fake_tensors_can_be_stepped():
     """Tools that estimate memory step fake tensors. A bad free would end the process, so it is a new one."""
     done = subprocess.run([sys.executable, "-c", STEPS_OF_FAKE_TENSORS], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "torch.Size([4, 3])\n"), done.stderr
 
 
+@pytest.mark.exhaustive
 def test_a_learning_rate_may_be_a_16_bit_tensor():
     weight = torch.nn.Parameter(torch.ones(3))
     weight.grad = torch.ones(3)

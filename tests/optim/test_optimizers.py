@@ -81,16 +81,6 @@ def test_bad_options_name_the_class(line, options, text):
         line.ours(network().parameters(), **options)
 
 
-@pytest.mark.parametrize("name", ["AdamW", "Adam", "Lion"])
-def test_two_betas_are_needed(name):
-    kind = getattr(mpkernels.optim, name)
-    with pytest.raises(ValueError, match=rf"^{name}: betas must be two numbers, got \(0.9, 0.99, 0.9\)$"):
-        kind(network().parameters(), betas=(0.9, 0.99, 0.9))
-    optimizer = kind(network().parameters())
-    with pytest.raises(ValueError, match=rf"^{name}: betas must be two numbers"):
-        optimizer.add_param_group({"params": [torch.ones(2, requires_grad=True)], "betas": (0.9,)})
-
-
 def test_lion_refuses_bad_inputs():
     for options, text in (
         ({"lr": -1.0}, "lr must be 0 or above, got -1.0"),

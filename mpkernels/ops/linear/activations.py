@@ -22,6 +22,12 @@ def _relu(z: Tensor) -> Tensor:
     return torch.where(z <= 0, 0, z)  # NaN passes
 
 
+def _relu_backward(dy: Tensor, y: Tensor) -> Tensor:
+    """Return torch.where(y <= 0, 0, dy), whose derivative by y is 0; of torch.where y would be no part."""
+    dz: Tensor = torch.ops.aten.threshold_backward(dy, y, 0)
+    return dz
+
+
 def _gelu(z: Tensor) -> Tensor:
     return 0.5 * z * torch.erfc(z * -sqrt(0.5))
 
@@ -57,7 +63,7 @@ def _silu_backward(dy: Tensor, z: Tensor) -> Tensor:
 
 ACTIVATIONS = {
     "none": Activation(lambda z: z, lambda dy, saved: dy, ""),
-    "relu": Activation(_relu, lambda dy, y: torch.where(y <= 0, 0, dy), "y"),
+    "relu": Activation(_relu, _relu_backward, "y"),
     "relu2": Activation(lambda z: _relu(z).square(), lambda dy, z: torch.where(z <= 0, 0, 2 * z * dy), "z"),
     "gelu": Activation(_gelu, _gelu_backward, "z"),
     "gelu_tanh": Activation(_gelu_tanh, _gelu_tanh_backward, "z"),

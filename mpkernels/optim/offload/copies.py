@@ -89,8 +89,9 @@ def shaped(memory: Tensor, like: Tensor) -> Tensor:
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """Return the tensor, or a copy if its elements leave gaps or share memory. The result goes to the host in a single
-    copy, for which nothing is allocated."""
+    """Return the tensor, or a copy if its elements leave gaps or share memory, or differ from it in their signs. The
+    result goes to the host in a single copy, for which nothing is allocated."""
+    tensor = tensor.resolve_conj().resolve_neg()
     if tensor.is_contiguous() or torch.empty_like(tensor, device="meta").stride() == tensor.stride():
         return tensor
     return torch.empty_like(tensor).copy_(tensor)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpkernels._shared.parameters import by_device, real
+from mpkernels._shared.parameters import by_device, real, real_values
 from mpkernels.distributed.meshes import Parts
 from mpkernels.distributed.parts import parts_of
 from mpkernels.ops.step.skip_and_clip import write_outcome
@@ -80,7 +80,7 @@ class OffloadedPlan:
         If this raises, no parameter has been stepped."""
         self._twins.send_all()  # twins that were brought up to date with loaded masters
         scale, found_inf, total_sumsq = (None if it is None else it.to(_ON_HOST) for it in verdict[:3])
-        outcome = torch.zeros(2)
+        outcome = torch.zeros(2, dtype=torch.float32)
         is_skipped = write_outcome(scale, found_inf, total_sumsq, outcome, None)
         skips = is_skipped is not None and bool(is_skipped)
         if skips:
@@ -121,7 +121,7 @@ class OffloadedPlan:
 
     def _rehearse(self, host: list[Any], max_norm: float | None) -> None:
         """Have each bucket's step check its arguments. These steps are skipped, so they do nothing else."""
-        skip = Verdict(found_inf=torch.ones(()))
+        skip = Verdict(found_inf=torch.ones((), dtype=torch.float32))
         for plan in self._plans:
             plan.step(host, skip, max_norm)
 
@@ -158,13 +158,13 @@ class OffloadedPlan:
         for device, places in places_by_device.items():
             params = [self._params[i] for i in places]
             in_order = list(map(_in_order_of, parts_of(params), parts_of([grads[i] for i in places])))
-            found_inf = torch.ones((), device=device)
+            found_inf = torch.ones((), dtype=torch.float32, device=device)
             self._ledger.fill(params, in_order, found_inf, verdict.grad_scale, False, lambda: self._params)
 
 
 def _in_order_of(param: Tensor, grad: Tensor) -> Tensor:
     """Return the grad in the order of its parameter's memory."""
-    grad, param = real(grad), real(param)
+    grad, param = real_values(grad), real(param)
     if grad.stride() == param.stride():
         return grad
     return torch.empty_like(param, dtype=grad.dtype, device=grad.device).copy_(grad)
