@@ -37,6 +37,7 @@ interpreter.skip_unused_overflow_checks()
 interpreter.remember_numpys_dtypes()
 if os.environ.get("TRITON_INTERPRET") == "1":  # else the compiler's types would change
     interpreter.describe_each_type_once()
+    interpreter.convert_other_types_only()
 hypothesis.settings.register_profile("same examples in every run", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("same examples in every run")
 
