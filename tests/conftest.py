@@ -1,3 +1,4 @@
+import gc
 import os
 import sys
 import zlib
@@ -78,6 +79,10 @@ def pytest_configure(config):
         raise pytest.UsageError(
             "--require: " + "; ".join(f"{name} can't run here: {why}" for name, why in missing.items())
         )
+
+
+def pytest_collection_finish():
+    gc.freeze()  # what was imported and collected stays: each collection of garbage looked through it for half a second
 
 
 def pytest_generate_tests(metafunc):
