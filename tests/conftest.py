@@ -1,3 +1,4 @@
+import gc
 import os
 import sys
 import zlib
@@ -37,6 +38,7 @@ interpreter.skip_unused_overflow_checks()
 interpreter.remember_numpys_dtypes()
 if os.environ.get("TRITON_INTERPRET") == "1":  # else the compiler's types would change
     interpreter.describe_each_type_once()
+    interpreter.convert_other_types_only()
 hypothesis.settings.register_profile("same examples in every run", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("same examples in every run")
 
@@ -77,6 +79,10 @@ def pytest_configure(config):
         raise pytest.UsageError(
             "--require: " + "; ".join(f"{name} can't run here: {why}" for name, why in missing.items())
         )
+
+
+def pytest_collection_finish():
+    gc.freeze()  # what was imported and collected stays: each collection of garbage looked through it for half a second
 
 
 def pytest_generate_tests(metafunc):

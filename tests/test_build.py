@@ -38,6 +38,13 @@ mpkernels.ops.unscale_(grads, found_inf, torch.tensor(4.0))
 print(mpkernels.__file__, *grads, found_inf)
 print(mpkernels.backends("unscale_", "cpu"), "native" in mpkernels.backends("unscale_", "cuda"))
 """
+IN_TRITON = """
+try:
+    with mpkernels.backend("triton"):
+        mpkernels.ops.grad_stats(grads)
+except NotImplementedError as error:
+    print(error)
+"""
 
 
 class Built(NamedTuple):
@@ -55,9 +62,11 @@ def modules_in(wheel: Path) -> set[str]:
 
 
 def unscale_with(kernels: list[str], tree: Path) -> str:
-    """Run an op of the package in ``tree``, which must have these CPU kernels. Return the warnings."""
-    output = python("-W", "always", "-c", UNSCALE, cwd=tree, PYTHONPATH=str(tree))
-    *warnings, results, available = output.splitlines()
+    """Run an op of the package in ``tree``, which must have these CPU kernels, of which none is Triton's. Return the
+    warnings."""
+    output = python("-W", "always", "-c", UNSCALE + IN_TRITON, cwd=tree, PYTHONPATH=str(tree))
+    *warnings, results, available, error = output.splitlines()
+    assert error == f"grad_stats: no triton kernel on cpu, only {', '.join(kernels)}"
     assert results == f"{tree}/mpkernels/__init__.py tensor([  8., -12.]) tensor([inf]) tensor(1.)"
     assert available == f"{kernels} False"
     return "\n".join(warnings)
@@ -172,7 +181,7 @@ def test_a_deleted_module_is_not_shipped(rebuildable, tools):
 
 @pytest.mark.parametrize("env", [{"CXX": "no-such-compiler"}, {"CXX": "", "PATH": "/nowhere"}], ids=["CXX", "PATH"])
 def test_without_a_compiler_the_build_says_how_to_get_one(checkout, tools, env):
-    status, output = attempt(sys.executable, *PIP_WHEEL, "--no-build-isolation", cwd=checkout, **tools | env)
+    status, output = attempt(sys.executable, "setup.py", "build_ext", cwd=checkout, **tools | env)
     assert status == 1
     assert "Traceback" not in output
     [paragraph] = [line for line in output.splitlines() if "mpkernels: " in line]

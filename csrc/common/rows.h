@@ -39,7 +39,7 @@ __device__ Row row_at(const TableOf<Row>& table, int32_t row) {
 
 // One block per row, because constant memory is fast only where all lanes read the same address.
 template <class Row, int capacity>
-__global__ void upload_kernel(const __grid_constant__ PageOf<Row, capacity> page, Row* to) {
+__global__ void upload_kernel(const PageOf<Row, capacity> __grid_constant__ page, Row* to) {
   if (threadIdx.x == 0) to[blockIdx.x] = page.rows[blockIdx.x];
 }
 

@@ -76,7 +76,7 @@ static __device__ __forceinline__ double share_of_sum(const T* data, int64_t siz
 // One block per chunk; the last block of a tensor adds up its chunks, and the last block of all adds up the tensors.
 template <class Rows>
 __global__ void __launch_bounds__(kThreads)
-    grad_stats_kernel(const __grid_constant__ Rows grads, GradStats stats, Stats* chunk_stats, uint32_t* tickets) {
+    grad_stats_kernel(const Rows __grid_constant__ grads, GradStats stats, Stats* chunk_stats, uint32_t* tickets) {
   const Span span = span_of_block(grads);
   const Row& row = row_at(grads, span.row);
   const int32_t tensor = span.row, tensors = grads.count;

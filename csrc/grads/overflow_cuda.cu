@@ -5,8 +5,8 @@ namespace mpk {
 
 template <class Rows>
 __global__ void __launch_bounds__(kThreads)
-    overflow_kernel(const __grid_constant__ Rows grads, const float* found_inf,
-                    const __grid_constant__ OverflowReport report, Overflow* chunk_lines, uint32_t* tickets) {
+    overflow_kernel(const Rows __grid_constant__ grads, const float* found_inf,
+                    const OverflowReport __grid_constant__ report, Overflow* chunk_lines, uint32_t* tickets) {
   if (*found_inf == 0) return;
   const Span span = span_of_block(grads);
   const Row& row = row_at(grads, span.row);

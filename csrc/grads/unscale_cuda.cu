@@ -6,7 +6,7 @@ namespace mpk {
 // One block per chunk.
 template <class Rows>
 __global__ void __launch_bounds__(kThreads)
-    unscale_kernel(const __grid_constant__ Rows grads, float* found_inf, const float* inv_scale) {
+    unscale_kernel(const Rows __grid_constant__ grads, float* found_inf, const float* inv_scale) {
   const Span span = span_of_block(grads);
   const Row& row = row_at(grads, span.row);
   const float factor = *inv_scale;

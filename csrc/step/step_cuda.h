@@ -21,8 +21,8 @@ struct GroupsOf {
 // One block per chunk; the last block of a parameter counts its step up, after all of its blocks have read the count.
 template <class Rule, Needs needs>
 __global__ void __launch_bounds__(kThreads, needs == Needs::all ? 2 : 3)
-    step_kernel(const __grid_constant__ StepStretch grads, const __grid_constant__ GroupsOf<Rule> groups,
-                const StepRow* rows, const __grid_constant__ StepShared shared, uint32_t* tickets,
+    step_kernel(const StepStretch __grid_constant__ grads, const GroupsOf<Rule> __grid_constant__ groups,
+                const StepRow* rows, const StepShared __grid_constant__ shared, uint32_t* tickets,
                 Overflow* chunk_lines) {
   if (grads.first_chunk + blockIdx.x == 0 && threadIdx.x == 0) write_outcome(shared);
   const Span span = span_of_block(grads);

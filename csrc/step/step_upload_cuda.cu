@@ -6,7 +6,7 @@ namespace mpk {
 
 // One block per row, because constant memory is fast only where all lanes read the same address.
 template <int capacity>
-__global__ void step_upload_kernel(const __grid_constant__ PageOf<StepRow, capacity> page, int32_t first, KeptRows to) {
+__global__ void step_upload_kernel(const PageOf<StepRow, capacity> __grid_constant__ page, int32_t first, KeptRows to) {
   const StepRow& row = page.rows[blockIdx.x];
   const int32_t i = first + static_cast<int32_t>(blockIdx.x), chunks = chunks_of(row.size, page.chunk_size);
   for (int32_t chunk = threadIdx.x; chunk < chunks; chunk += kThreads) to.row_of_chunk[row.first_chunk + chunk] = i;

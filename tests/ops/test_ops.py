@@ -2,8 +2,6 @@
 
 import contextlib
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -45,10 +43,11 @@ def test_each_kernel_passes_opcheck(target, name, make):
     torch.library.opcheck(_registry._ops[name].overload, make(target.device), test_utils=checks)
 
 
-@pytest.mark.kernels("native")  # the other checks don't look at what a kernel does
+@pytest.mark.kernels("native")  # these checks don't look at what a kernel does
 @pytest.mark.parametrize(("name", "make"), EACH_CALL)
-def test_each_op_passes_opcheck(target, name, make):
-    torch.library.opcheck(_registry._ops[name].overload, make(target.device))
+def test_each_op_passes_opchecks_other_tests(target, name, make):
+    checks = "test_autograd_registration", "test_aot_dispatch_dynamic"
+    torch.library.opcheck(_registry._ops[name].overload, make(target.device), test_utils=checks)
 
 
 @pytest.mark.kernels("native")
@@ -271,11 +270,3 @@ def test_backends_may_end_in_another_order_than_they_began():
     assert kernel_that_runs() == "native"
     second.__exit__(None, None, None)
     assert kernel_that_runs() == "native"
-
-
-def test_a_missing_backend_raises_instead_of_running_another():
-    if torch.cuda.is_available():
-        pytest.skip("needs a machine where Triton has no CUDA device and isn't interpreted")
-    code = "import torch, mpkernels\nwith mpkernels.backend('triton'):\n    mpkernels.ops.grad_stats([torch.ones(3)])\n"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={"PATH": ""}, check=False)
-    assert "NotImplementedError: grad_stats: no triton kernel on cpu, only native, reference" in run.stderr

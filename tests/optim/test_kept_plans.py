@@ -9,6 +9,7 @@ from torch.nn import Parameter
 from tests.hard_grads import same_bits
 from tests.optim.test_plan import params_and_optimizer, put_grads
 
+pytestmark = pytest.mark.kernels("reference", "native", "cuda")  # Triton's kernels get the reference's arguments
 SHAPES = (4, 4), (6,), (2,)
 I8, B16 = torch.int8, torch.bfloat16
 

@@ -12,6 +12,7 @@ from tests.optim.optimizers import all_same_bits, assert_same_states, each_optim
 SCALERS = {"ours": mpkernels.GradScaler, "torch's": torch.amp.GradScaler}
 
 
+@pytest.mark.kernels("reference", "native")  # the others have their bits
 @each_optimizer
 def test_it_steps_as_plain_torch_does(target, line):
     ours, theirs = network(device=target.device), network(device=target.device)

@@ -158,3 +158,24 @@ def _leave_equal_shapes_alone():
         return theirs(self, one, other)
 
     TritonSemantic.broadcast_impl_value = broadcast
+
+
+def convert_other_types_only():
+    """Numbers of one type need no conversion, and a constant beside a block becomes the same block each time. To find
+    that out took a third of a step's time."""
+    theirs, blocks = TritonSemantic.binary_op_type_checking_impl, {}
+    unchanged = "fp32", "fp64", "int32", "int64"  # by any operation with its own kind
+
+    def convert(self, one, other, *options, **named):
+        if named or not isinstance(one, tl.tensor):
+            return theirs(self, one, other, *options, **named)
+        if isinstance(other, tl.tensor):
+            is_same = one.dtype.name in unchanged and one.type.name == other.type.name
+            return (one, other) if is_same else theirs(self, one, other, *options)
+        key = one.type.name, repr(other), options
+        if key not in blocks:
+            converted, block = theirs(self, one, other, *options)
+            blocks[key] = block if converted is one else None
+        return theirs(self, one, other, *options) if blocks[key] is None else (one, blocks[key])
+
+    TritonSemantic.binary_op_type_checking_impl = convert

@@ -30,7 +30,7 @@ def macros(bounds):
     return [f"-DMPK_{name}_BOUND={bound}" for name, bound in bounds.items()]
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("isa", ISAS, ids="native-{}".format)
 def test_every_activation_is_as_near_to_fp64_as_fp32_can_be(tmp_path, isa):
     program = tmp_path / "activation"
     command = [*find_compiler(), "-std=c++17", "-O2", "-ffp-contract=off", "-fno-math-errno", "-Wno-psabi"]

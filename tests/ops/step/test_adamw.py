@@ -84,13 +84,14 @@ def test_a_norm_beyond_fp32_is_no_overflow_without_a_scale(target):
 
 
 def test_empty_parameters_count_their_steps(target):
-    model = Model(sizes=(0, 5), grads=(F32,), device=target.device)
+    model = Model(sizes=(0, 5), grads=(F32,), device=target.device, in_pairs=target.is_interpreted)
     model.step(model.grads(0))
     assert {step.item() for step in model.steps} == {1.0}
 
 
 def test_with_zero_grads_and_a_rate_of_0_no_weight_changes(target):
     """torch.distributed.checkpoint makes states by a step with zero grads and lr = 0. Not one bit may change."""
-    model, untouched = (Model(sizes=(300,), device=target.device) for _ in range(2))
+    kinds = {"sizes": (300,), "device": target.device, "in_pairs": target.is_interpreted}
+    model, untouched = Model(**kinds), Model(**kinds)
     model.step([torch.zeros_like(grad) for grad in model.grads(0)], lr=[0.0, 0.0])
     assert {name for name, _ in model.differences(untouched)} == {"steps"}

@@ -31,13 +31,19 @@ def small(target, **options):
     return Model(device=target.device, **({"sizes": sizes, "grads": (F32,)} | options))
 
 
-@pytest.mark.parametrize("hyper", HYPER.values(), ids=HYPER)
-def test_steps_are_near_the_oracle_with_any_hyperparameters(target, hyper):
-    model = small(target, weights=WEIGHTS[:2])
-    for seed in range(3):
-        model.step(model.grads(seed), **hyper)
+def step_near_the_oracle(model, cases, options_of):
+    """Step once to have states, then once in each case, which is told to whoever reads of a failure."""
+    model.step(model.grads(0))
+    for seed, case in enumerate(cases, 1):
+        print(case)
+        model.step(model.grads(seed), **options_of(case))
 
 
+def test_steps_are_near_the_oracle_with_any_hyperparameters(target):
+    step_near_the_oracle(small(target, weights=WEIGHTS[:2]), HYPER, HYPER.get)
+
+
+@pytest.mark.kernels("reference")  # whose bits test_rules_same_bits.py asks of each kernel, for as many combinations
 @pytest.mark.parametrize("state", [F32, B16, I8], ids=str)
 @pytest.mark.parametrize("weight", WEIGHTS, ids=str)
 def test_steps_are_near_the_oracle_with_any_masters_and_states(target, weight, state):
@@ -46,20 +52,19 @@ def test_steps_are_near_the_oracle_with_any_masters_and_states(target, weight, s
         model.step(model.grads(seed))
 
 
-@pytest.mark.parametrize("factors", FACTORS.values(), ids=FACTORS)
-def test_steps_are_near_the_oracle_with_scaled_and_clipped_grads(target, factors):
-    model = small(target, weights=WEIGHTS[:2])
-    for seed in range(2):
-        model.step(model.grads(seed), **factors)
+def test_steps_are_near_the_oracle_with_scaled_and_clipped_grads(target):
+    step_near_the_oracle(small(target, weights=WEIGHTS[:2]), FACTORS, FACTORS.get)
 
 
-@pytest.mark.parametrize("steps", [1, 9, 999, 10**6])
-def test_steps_are_near_the_oracle_after_any_number_of_steps(target, steps):
+def test_steps_are_near_the_oracle_after_any_number_of_steps(target):
     model = small(target, weights=WEIGHTS[:2], states=(F32, I8))
-    model.step(model.grads(0))
-    for step in model.steps:
-        step.fill_(steps)
-    model.step(model.grads(1))
+
+    def count(steps):
+        for step in model.steps:
+            step.fill_(steps)
+        return {}
+
+    step_near_the_oracle(model, (1, 9, 999, 10**6), count)
 
 
 def test_steps_are_near_the_oracle_after_skipped_steps(target):

@@ -35,6 +35,7 @@ REST = (  # by --all
 def parser() -> argparse.ArgumentParser:
     it = argparse.ArgumentParser(prog="python -m tests.proof.standin", description=__doc__, allow_abbrev=False)
     it.add_argument("--environment", type=Path, default=ROOT / "build/standin", help="where it is built: 6 GB")
+    it.add_argument("--prepare", action="store_true", help="build the environment, and run nothing")
     it.add_argument("--require", action="store_true", help="fail where torch's CUDA build can't be had")
     it.add_argument(
         "--whole", action="store_true", help="run all tests of a round, also those that pytest's --all adds"
@@ -79,6 +80,8 @@ def main(arguments: Sequence[str]) -> int:
         except UnavailableError as error:
             print(f"stand-in: nothing ran, for torch's CUDA build can't be had here: {error}")
             return int(options.require)
+        if options.prepare:
+            return 0
         if rest:
             return run(environment, options, rest)
         failed = []

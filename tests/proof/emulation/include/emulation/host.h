@@ -74,7 +74,8 @@ constexpr size_t parameter_bytes() {
 template <class... Parameters, class... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
                                Arguments&&... arguments) {
-  static_assert(emulation::parameter_bytes<Parameters...>() <= 32764, "a kernel takes at most 32764 bytes");
-  const std::tuple<Parameters...> parameters(std::forward<Arguments>(arguments)...);
+  static_assert(emulation::parameter_bytes<std::decay_t<Parameters>...>() <= 32764,
+                "a kernel takes at most 32764 bytes");
+  const std::tuple<std::decay_t<Parameters>...> parameters(std::forward<Arguments>(arguments)...);
   return emulation::launch(config, [=] { std::apply(kernel, parameters); });
 }
