@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from mpkernels._shared.parameters import put_on, unwrapped
-from mpkernels.optim import Masters
-from mpkernels.optim.engine import Engine
 from mpkernels.optim.readback import Readback
+from mpkernels.optim.skipping_optimizer import SkippingOptimizer
 from mpkernels.optim.step_hooks import PassiveHook
 
 
@@ -28,7 +27,7 @@ class Metrics:
 
     def __init__(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None = None) -> None:
         inner = unwrapped(optimizer)
-        if not isinstance(inner, Engine | Masters):
+        if not isinstance(inner, SkippingOptimizer):
             kind = type(inner)
             raise TypeError(
                 f"Metrics: optimizer must be one of mpkernels.optim, got {kind.__module__}.{kind.__qualname__}"

@@ -4,6 +4,7 @@ import gc
 import multiprocessing
 import warnings
 from contextlib import contextmanager
+from datetime import timedelta
 
 import pytest
 import torch
@@ -36,9 +37,10 @@ def start(function, arguments, world):
     torch.multiprocessing.start_processes(function, arguments, world, start_method="forkserver")
 
 
-def spawn(check, tmp_path, world=2, backend="gloo"):
-    """Call check(rank) in each process."""
-    start(_on_rank, (check, tmp_path / "store", world, backend), world)
+def spawn(check, tmp_path, world=2, backend="gloo", seconds=None):
+    """Call check(rank) in each process. ``seconds``: how long a collective may take."""
+    timeout = None if seconds is None else timedelta(seconds=seconds)
+    start(_on_rank, (check, tmp_path / "store", world, backend, timeout), world)
 
 
 def run_checks(checks, rank):
@@ -49,9 +51,10 @@ def run_checks(checks, rank):
         distributed.barrier()
 
 
-def _on_rank(rank, check, file, world, backend):
+def _on_rank(rank, check, file, world, backend, timeout):
     torch.set_num_threads(1)
-    distributed.init_process_group(backend, init_method=f"file://{file}", rank=rank, world_size=world)
+    store = f"file://{file}"
+    distributed.init_process_group(backend, init_method=store, rank=rank, world_size=world, timeout=timeout)
     if world > 1:
         distributed.barrier()  # until all have joined: gloo can't connect a process to one that has left meanwhile
     try:

@@ -11,14 +11,17 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from mpkernels._shared.parameters import put_on
-from mpkernels.amp import handover, inf_check, scalings
+from mpkernels.amp import inf_check, scalings
 from mpkernels.amp.autocasting import check_device, machines_device
 from mpkernels.amp.retries import AllOrNothing, Attempt
+from mpkernels.amp.step_by_name import step_by_name
 from mpkernels.distributed import processes
 from mpkernels.ops import update_scale_
 from mpkernels.ops._checks import suggests_options
-from mpkernels.optim import step_hooks
+from mpkernels.optim import torch_scalers
 from mpkernels.optim.readback import Readback
+from mpkernels.optim.skipping_optimizer import SkippingOptimizer
+from mpkernels.optim.under_scaler import Notes
 from mpkernels.overflow.first_nonfinite import find_nonfinite
 from mpkernels.overflow.ledger import Ledgers
 from mpkernels.overflow.report import OverflowReport
@@ -48,6 +51,8 @@ class GradScaler(torch.amp.GradScaler):
         process_group: the processes that each hold one part of the grads, as under FSDP1. If one of them finds an inf
             or NaN, all skip the step, and so their scales stay equal. If AdamW has a process_group, the scaler uses it.
     """
+
+    _leaves_check = True  # to the optimizer's step, and not a subclass's check
 
     @suggests_options
     def __init__(
@@ -131,15 +136,14 @@ class GradScaler(torch.amp.GradScaler):
             raise
 
     def _attempts(self, optimizer: Optimizer) -> dict[torch.device, Attempt]:
-        state: dict[str, Any] = self._per_optimizer_states.get(id(optimizer), {})  # torch adds it when it unscales
-        return state.setdefault("attempts", {})  # type: ignore[no-any-return]
+        return Notes.among(self._per_optimizer_states.get(id(optimizer), {})).attempts  # torch adds it when it unscales
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         grads = inf_check.grads_of(optimizer)
         unscale = partial(inf_check.unscale_, grads, inv_scale, self._attempts(optimizer))  # fp16 is always allowed
-        step_asks = self._per_optimizer_states[id(optimizer)].get("step_asks")  # whether the step asks the processes
+        step_asks = Notes.among(self._per_optimizer_states[id(optimizer)]).step_asks
         peers = None if step_asks else inf_check.peers_of(self, optimizer)
         found_infs = inf_check.found_by_all(peers, unscale, inv_scale)
         self._note(optimizer, grads, found_infs, unscaled=True)
@@ -157,7 +161,7 @@ class GradScaler(torch.amp.GradScaler):
                     found_infs[device] = torch.maximum(found_inf, found_infs.get(device, found_inf))
             return found_infs
 
-        step_asks = getattr(optimizer, "_finds_inf", False)
+        step_asks = getattr(optimizer, "_takes_scale", False)
         found_infs = inf_check.found_by_all(inf_check.peers_of(self, optimizer), look, scale, step_asks)
         self._note(optimizer, grads, found_infs, unscaled=False)
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found_infs
@@ -173,12 +177,12 @@ class GradScaler(torch.amp.GradScaler):
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Step as torch does. If the step raises, remove the attributes that the scaler has set on the optimizer."""
         self._ledgers.take_up(optimizer, self._overflows)
+        if self._steps_by_name(optimizer, kwargs):
+            return step_by_name(self, optimizer, self._leaves_check, args, kwargs)  # type: ignore[arg-type,no-any-return]
         attributes = getattr(optimizer, "__dict__", {})  # a class with __slots__ has none
-        before = {name: attributes[name] for name in handover.NAMES if name in attributes}
+        before = {name: attributes[name] for name in _HANDED if name in attributes}
         try:
-            if self._leaves_check_to(optimizer, kwargs):
-                return handover.step(self, optimizer, *args, **kwargs)
-            if not handover.is_a_wrapper(optimizer, attributes):
+            if not torch_scalers.is_a_wrapper(optimizer, attributes):
                 return super().step(optimizer, *args, **kwargs)
             optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
             try:
@@ -186,23 +190,24 @@ class GradScaler(torch.amp.GradScaler):
             finally:
                 del optimizer._step_supports_amp_scaling  # type: ignore[attr-defined]
         except BaseException:
-            handover.take_back(attributes)
+            for name in _HANDED:
+                attributes.pop(name, None)
             attributes.update(before)
             raise
 
-    @property
-    def _leaves_check(self) -> bool:
-        kind = type(self)
-        return (kind._unscale_grads_, kind._check_inf_per_device) == _CHECKS
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls._leaves_check = (cls._unscale_grads_, cls._check_inf_per_device) == _CHECKS
 
-    def _leaves_check_to(self, optimizer: Optimizer, kwargs: dict[str, Any]) -> bool:
-        if not self._enabled or self._scale is None or "closure" in kwargs or not self._leaves_check:
+    def _steps_by_name(self, optimizer: Optimizer, kwargs: dict[str, Any]) -> bool:
+        """Return whether this is an optimizer of ours that takes a scale. torch raises its errors."""
+        # Its type, because a wrapper forwards attribute reads.
+        if not issubclass(type(optimizer), SkippingOptimizer) or not optimizer._takes_scale:  # type: ignore[attr-defined]
             return False
-        if not getattr(type(optimizer), "_finds_inf", False):  # its type, because a wrapper forwards attribute reads
+        if not self._enabled or self._scale is None or "closure" in kwargs:
             return False
         state = self._per_optimizer_states.get(id(optimizer))
-        is_ready = state is None or state["stage"] is OptState.READY
-        return is_ready and optimizer._finds_inf and not step_hooks.see_grads(optimizer)  # type: ignore[attr-defined]
+        return state is None or state["stage"] is not OptState.STEPPED
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Update as torch does; ``new_scale`` may be a float, an int or any tensor of one element."""
@@ -290,4 +295,5 @@ class GradScaler(torch.amp.GradScaler):
         return super().__getstate__() | portable
 
 
+_HANDED = "grad_scale", "found_inf"  # what torch's scaler sets on an optimizer
 _CHECKS = GradScaler._unscale_grads_, GradScaler._check_inf_per_device

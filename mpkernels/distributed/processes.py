@@ -1,6 +1,5 @@
 """Processes that each hold one part of the grads. They clip by one common norm, and skip the same steps."""
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -98,27 +97,6 @@ def from_first_rank(op: str, value: Any, error: Exception | None, group: Any) ->
         if text is not None:
             raise RuntimeError(f"{op}: rank {rank} raised {text}")
     return everybody[0][0]
-
-
-def processes_of_scaler(scaler: Any) -> Processes | None:
-    """Return the processes of the scaler that an optimizer steps under. With torch's ShardedGradScaler they only share
-    found_inf, because their grads may be DDP's."""
-    given: Processes | None = getattr(scaler, "_peers", None)
-    if given is not None or not (are_several() and is_torchs_sharded(scaler)):
-        return given
-    return Processes(scaler.process_group or distributed.group.WORLD, holds_parts=False)
-
-
-def is_torchs_sharded(scaler: Any) -> bool:
-    loaded = sys.modules.get("torch.distributed.fsdp.sharded_grad_scaler")  # else there can be none
-    return loaded is not None and isinstance(scaler, loaded.ShardedGradScaler)
-
-
-def hand_back(optimizer: Any, found_inf: Tensor) -> None:
-    """Give found_inf to the scaler that the optimizer steps under, for the scaler's update."""
-    scaler, optimizer._scaler = optimizer._scaler, None
-    if scaler is not None and hasattr(optimizer, "found_inf"):
-        scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {found_inf.device: found_inf}
 
 
 def are_several() -> bool:

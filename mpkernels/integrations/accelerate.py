@@ -4,8 +4,7 @@ from typing import Any
 
 from accelerate.optimizer import AcceleratedOptimizer
 
-from mpkernels.optim import Masters
-from mpkernels.optim.engine import Engine
+from mpkernels.optim.skipping_optimizer import SkippingOptimizer
 
 
 class _TellsSkips(AcceleratedOptimizer):
@@ -24,7 +23,7 @@ def tell_skips(optimizer: Any) -> Any:
     """
     is_prepared = isinstance(optimizer, AcceleratedOptimizer)
     kind = type(optimizer.optimizer if is_prepared else optimizer)
-    if not is_prepared or not issubclass(kind, Engine | Masters):
+    if not is_prepared or not issubclass(kind, SkippingOptimizer):
         got = f"{kind.__module__}.{kind.__qualname__}, {'prepared' if is_prepared else 'not prepared'}"
         raise TypeError(f"tell_skips: optimizer must be one of mpkernels.optim, prepared, got {got}")
     optimizer.__class__ = _TellsSkips

@@ -17,8 +17,7 @@ from mpkernels.amp import clip_grad_norm_
 from mpkernels.amp.inf_check import given_group
 from mpkernels.integrations.fabric import OurScaler
 from mpkernels.metrics import Metrics
-from mpkernels.optim import Masters
-from mpkernels.optim.engine import Engine
+from mpkernels.optim.skipping_optimizer import SkippingOptimizer
 
 
 class MixedPrecision(OurScaler, _MixedPrecision):
@@ -66,7 +65,7 @@ class LogMixedPrecision(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._logged_step = trainer.global_step
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        followed = [it for it in trainer.optimizers if isinstance(unwrapped(it), Engine | Masters)]
+        followed = [it for it in trainer.optimizers if isinstance(unwrapped(it), SkippingOptimizer)]
         prefixes = ["mpkernels/"] if len(followed) == 1 else [f"mpkernels/{i}/" for i in range(len(followed))]
         self._metrics = {prefix: Metrics(it, scaler) for prefix, it in zip(prefixes, followed, strict=True)}
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from mpkernels._shared.parameters import group_of, params_of, set_grad_dtype
+from mpkernels._shared.parameters import params_of, set_grad_dtype
 from mpkernels._torch_private.sharded import is_fsdp1s
 from mpkernels._torch_private.tensors import is_backward_nested
 from mpkernels.distributed import ddp
@@ -19,8 +19,6 @@ from mpkernels.distributed.parts import await_grad, settled_grads
 from mpkernels.optim import group_options
 from mpkernels.optim.masters import needs_master
 from mpkernels.optim.offload.grads import HostGrads
-from mpkernels.optim.plan import Plan, Verdict
-from mpkernels.optim.step_outcome import is_guarded
 
 Release = Callable[[Tensor], None]
 
@@ -131,7 +129,8 @@ class GradientRelease:
 
     def after_step(self, optimizer: Any) -> None:
         self.begin_anew()
-        if self.steps_alone and any(getattr(optimizer, it, None) is not None for it in ("grad_scale", "found_inf")):
+        handed = optimizer.handed_over()
+        if self.steps_alone and (handed.grad_scale is not None or handed.found_inf is not None):
             raise RuntimeError(
                 f"{self._op}: scaler must be the one that you train with, got none, so the backward has stepped with "
                 "grads that hold the loss scale; go back to a checkpoint and call release_grads(scaler=scaler)"
@@ -172,41 +171,25 @@ def _narrow(param: Tensor) -> None:
         set_grad_dtype(param, torch.bfloat16)
 
 
-def steps_in_backward(
-    optimizer: Any, scaler: torch.amp.GradScaler | None, on_host: HostGrads | None = None
+def releases_in_backward(
+    optimizer: Any, scaler: torch.amp.GradScaler | None, on_host: HostGrads | None
 ) -> list[tuple[Tensor, Release | None]]:
     """Return each parameter with the function that steps it alone, or that sends its grad to the host; None where a
     step needs all grads first."""
-    name = type(optimizer).__name__
+    name, params = type(optimizer).__name__, params_of(optimizer)
     if optimizer.defaults.get("differentiable"):
         raise ValueError(f"{name}: release_grads needs differentiable=False")
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise TypeError(f"{name}: release_grads takes a GradScaler, got {type(scaler).__name__}")
-    params = params_of(optimizer)
     group_options.refuse_twice(name, params)
     if on_host is not None:
         return [(param, on_host.take) for param in params if param.requires_grad]
-    guarded = is_guarded(optimizer, any(map(needs_master, params)))
-    waits = guarded or (scaler is not None and scaler.is_enabled())
+    waits = optimizer.is_guarded(any(map(needs_master, params))) or (scaler is not None and scaler.is_enabled())
+    if not waits:
+        optimizer.refuse_to_step_alone()
     return [
-        (param, None if waits else partial(_step_alone, optimizer, i, j))
+        (param, None if waits else partial(optimizer.step_alone, i, j))
         for i, group in enumerate(optimizer.param_groups)
         for j, param in enumerate(group["params"])
         if param.requires_grad
     ]
-
-
-@torch.no_grad()
-def _step_alone(optimizer: Any, group_number: int, place: int, param: Tensor) -> None:
-    group, (grad,) = group_of(optimizer, param, group_number, place), settled_grads([param])
-    if group is None or grad is None:
-        return
-    if optimizer._is_loaded:
-        optimizer._compare_loaded()
-    plan = Plan(optimizer._rule, [(group, param, optimizer._state_of(param, grad, group))], [0], is_for_once=True)
-    try:
-        plan.step([grad], Verdict())
-    except (RuntimeError, TypeError, ValueError) as error:
-        group_options.name_cause(optimizer, [], error)
-        raise
-    param.grad = None

@@ -86,7 +86,7 @@ def complete(optimizer: Any, group: dict[str, Any]) -> None:
 def leave_scaling_to_torch(optimizer: Any) -> None:
     """With differentiable=True, have scalers unscale the grads themselves: torch's step refuses a scale."""
     if optimizer.defaults.get("differentiable"):
-        optimizer._step_supports_amp_scaling = optimizer._finds_inf = False
+        optimizer._step_supports_amp_scaling = optimizer._takes_scale = False
 
 
 def check_group(optimizer: Any, group: dict[str, Any]) -> None:

@@ -1,6 +1,5 @@
 """Masters: fp32 weights, clipping and overflow checks around any optimizer that steps parameters in place."""
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,26 +7,18 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mpkernels._shared.parameters import params_of, put_on
+from mpkernels._shared.parameters import are_any_sharded, group_of, params_of
 from mpkernels._torch_private.optimizers import hooks_of_loading, hooks_of_saving
 from mpkernels._torch_private.tracing import as_written, may_be_compiled
-from mpkernels.distributed import meshes
-from mpkernels.distributed.meshes import Parts
-from mpkernels.distributed.parts import part_for, parts_of, settled_grads
+from mpkernels.distributed import processes
+from mpkernels.distributed.parts import part_for, settled_grads
 from mpkernels.ops._checks import suggests_options
-from mpkernels.ops.step.skip_and_clip import grad_factor, write_outcome
-from mpkernels.optim import (
-    checkpoint,
-    group_options,
-    masters,
-    norm_without_plan,
-    step_hooks,
-    step_outcome,
-    torchao_offload,
-    wrappable,
-)
+from mpkernels.optim import checkpoint, group_options, masters, torchao_offload, wrappable
 from mpkernels.optim.gradient_release import end_earlier_releases
+from mpkernels.optim.skipping_optimizer import SkippingOptimizer
 from mpkernels.optim.wide_weights import WideWeights
+from mpkernels.optim.wrapped_plan import WrappedPlan
+from mpkernels.overflow.ledger import Ledger
 
 
 def _of_wrapped(name: str) -> Any:
@@ -35,7 +26,7 @@ def _of_wrapped(name: str) -> Any:
     return property(lambda self: getattr(self.wrapped, name), lambda self, value: setattr(self.wrapped, name, value))
 
 
-class Masters(Optimizer):
+class Masters(SkippingOptimizer):
     """fp32 master weights for 16-bit parameters, around ``torch.optim.Muon`` or any optimizer that steps in place.
 
     >>> optimizer = Masters(torch.optim.Muon(matrices, lr=0.02), max_norm=1.0)
@@ -60,24 +51,16 @@ class Masters(Optimizer):
             ``max_norm`` is given or a parameter has 16 bits. A scaler always does.
         group_by_group: whether the wrapped optimizer steps its groups one after the other, in a call each. That saves
             memory, and takes a class that keeps no numbers of its own from step to step but in ``state`` and in groups.
+        process_group: the processes that each hold one part of the grads, as with ``mpkernels.optim.AdamW``.
     """
-
-    #: The norm of the last step's unscaled grads, before clipping: fp32, on the device. None if the step computed none.
-    grad_norm: Tensor | None = None
-    skipped_steps = step_outcome.count_of_skips
 
     state: Any = _of_wrapped("state")
     param_groups: Any = _of_wrapped("param_groups")
     defaults: Any = _of_wrapped("defaults")
     wrapped: Any
-    max_norm: float | None
-    guard: bool | None
     group_by_group: bool
     _wide_weights: WideWeights
-    _peers = None  # AdamW's process_group
     _is_loaded = False  # whether states were loaded since the last step; the model may be loaded later
-    _was_skipped: bool | None = None
-    _skips: Tensor | None = None  # the count behind skipped_steps
     _fp32_states: Any = None  # the dict of states in which none has 16 bits any more
 
     @suggests_options
@@ -88,13 +71,15 @@ class Masters(Optimizer):
         max_norm: float | None = None,
         guard: bool | None = None,
         group_by_group: bool = False,
+        process_group: Any = None,
     ) -> None:
         wrappable.check(optimizer)
         group_options.check_global("Masters", max_norm, guard)
         if group_by_group:
-            wrappable.refuse_one_that_remembers_steps(optimizer)
+            wrappable.refuse_one_that_remembers_steps(optimizer, "group_by_group=True")
         options = dict(zip(_OPTIONS, (max_norm, guard, group_by_group), strict=True))
-        self.__setstate__({"wrapped": optimizer, "_wide_weights": WideWeights(), **options})
+        peers = processes.given("Masters", process_group)
+        self.__setstate__({"wrapped": optimizer, "_wide_weights": WideWeights(), "_peers": peers, **options})
         self._wide_weights.cover(self.wrapped, params_of(optimizer))
         torchao_offload.refuse(self, params_of(optimizer))
         end_earlier_releases("Masters", params_of(optimizer))
@@ -102,25 +87,16 @@ class Masters(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.wrapped = state["wrapped"]  # first, because `defaults` is read from wrapped
         super().__setstate__(state)
+        self._forget_steps()
+        self._ledger = Ledger(follows_grads=True)
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in vars(self).items() if key in _KEPT}
 
     def __repr__(self) -> str:
-        options = f"max_norm: {self.max_norm}, guard: {step_outcome.shown_guard(self)}"
+        options = f"max_norm: {self.max_norm}, guard: {self._shown_guard()}"
         options += ", group_by_group: True" * self.group_by_group
         return f"{type(self).__name__} ({options}) around\n{self.wrapped!r}"
-
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        """Whether a scaler leaves unscaling and skipping to the step. Hooks around it would see scaled grads."""
-        return not step_hooks.see_grads(self)
-
-    @property
-    def step_was_skipped(self) -> Tensor | None:
-        """Whether the last step was skipped because of an inf or NaN: a bool, 0-dim, on the host. None if it did not
-        check its grads."""
-        return None if self._was_skipped is None else torch.tensor(self._was_skipped)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the wrapped optimizer."""
@@ -135,8 +111,10 @@ class Masters(Optimizer):
         self._fp32_states = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the grads as the wrapped optimizer does."""
+        """Reset the grads as the wrapped optimizer does. A backward that failed under release_grads is forgotten."""
         self.wrapped.zero_grad(set_to_none)
+        if self._release is not None:
+            self._release.begin_anew()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Have the wrapped optimizer step, or skip the step if the guard or a scaler finds an inf or NaN.
@@ -149,49 +127,46 @@ class Masters(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        take_step = as_written("Masters: step", self._step, _NO_GRAPH) if may_be_compiled() else self._step
-        take_step()
+        with torch.no_grad():
+            params = list(dict.fromkeys(params_of(self)))  # torch lets a group hold a parameter twice
+            take_step = as_written("Masters: step", self._step, _NO_GRAPH) if may_be_compiled() else self._step
+            take_step(params, are_any_sharded(params))
+            if self._release is not None:
+                self._release.after_step(self)
         return loss
 
     _own_step = step  # without hooks
 
-    @torch.no_grad()
-    def _step(self) -> None:
-        params = list(dict.fromkeys(params_of(self)))  # torch lets a group hold a parameter twice
-        settled_grads(params)
-        factor = self._look(params)
-        if not self._was_skipped:
-            self._prepare(params)
-            groups = self.param_groups
-            for these in [[group] for group in groups] if self.group_by_group else [groups]:
-                self._wide_weights.step(self.wrapped, these, factor)
+    def _plans_for(self, params: list[Tensor], grads: list[Any]) -> tuple[list[WrappedPlan], list[Any]]:
+        """Return the one plan, made anew for each step. It steps also without grads, as the wrapped class would."""
+        self._agreement.find_parts(params, self._peers)
+        return [WrappedPlan(params, self._agreement.parts, self._ledger, self._have_stepped)], grads
 
-    def _look(self, params: Sequence[Tensor]) -> float:
-        """Note the outcome of the step, and return what its grads are to be multiplied by. The host waits."""
-        grad_scale: Any = getattr(self, "grad_scale", None)
-        found_inf: Any = getattr(self, "found_inf", None)
-        self.grad_norm = self._was_skipped = total_sumsq = None
-        with_grad = [param for param in params if param.grad is not None]
-        processes = meshes.peers_of(params)
-        is_guarded = step_outcome.is_guarded(self, any(map(masters.needs_master, params)), found_inf)
-        if not (with_grad or processes) or not (is_guarded or found_inf is not None):
-            return 1.0
-        if is_guarded:
-            total_sumsq, found_here = _looked_at(params, with_grad, processes)
-            found_inf = found_here if found_inf is None else found_here + put_on(found_here.device, found_inf)
-        if processes is not None:
-            sumsq_of_all, found_inf, failed, _ = processes.agree(params, total_sumsq, found_inf)
-            processes.refuse_if_failed("Masters: step", failed)
-            total_sumsq = sumsq_of_all if is_guarded else None
-        outcome = torch.zeros(2, dtype=torch.float32, device=found_inf.device)
-        skipped, scale = (None if it is None else put_on(outcome.device, it) for it in (self._skips, grad_scale))
-        self._skips = torch.zeros_like(outcome[0]) if skipped is None else skipped
-        write_outcome(scale, found_inf, total_sumsq, outcome, self._skips)
-        self.grad_norm = None if total_sumsq is None else outcome[0]
-        factor = grad_factor(outcome[0], scale, total_sumsq, self.max_norm or math.inf)
-        is_skipped, number = torch.stack([outcome[1].double(), factor]).tolist()
-        self._was_skipped = is_skipped > 0
-        return float(number)
+    def _forget_plans(self) -> None:
+        """Do nothing: no plan is kept."""
+
+    def _have_stepped(self, factor: float) -> None:
+        """Have the wrapped optimizer step, with grads multiplied by the factor."""
+        self._prepare(params_of(self))
+        groups = self.param_groups
+        for these in [[group] for group in groups] if self.group_by_group else [groups]:
+            self._wide_weights.step(self.wrapped, these, factor)
+
+    def refuse_to_step_alone(self) -> None:
+        """Raise if a step changes an attribute or a group of the wrapped optimizer: it would do so once a parameter."""
+        wrappable.refuse_one_that_remembers_steps(self.wrapped, "release_grads", also_in_groups=True)
+
+    @torch.no_grad()
+    def step_alone(self, group_number: int, place: int, param: Tensor) -> None:
+        """Have a copy of the wrapped optimizer step this parameter: backwards of two devices run in two threads."""
+        group = group_of(self, param, group_number, place)
+        if group is not None and param.grad is not None:
+            settled_grads([param])
+            are_new = self._is_loaded or self._fp32_states is not self.state
+            self._prepare(params_of(self) if are_new else [param])
+            twin = wrappable.twin_of(self.wrapped, {**group, "params": [param]}, self.state)
+            self._wide_weights.step(twin, twin.param_groups, 1.0)
+            param.grad = None
 
     def _prepare(self, params: Sequence[Tensor]) -> None:
         """Have each 16-bit parameter with a grad own a remainder, and states in fp32: constructors may make them in 16
@@ -257,20 +232,7 @@ class Masters(Optimizer):
 
 _NO_GRAPH = "must not be part of a full graph: torch.compile can't trace an optimizer of any class"
 _OPTIONS = "max_norm", "guard", "group_by_group"
-_KEPT = "wrapped", "grad_norm", "_skips", "_was_skipped", "_is_loaded", "_fp32_states", "_wide_weights", *_OPTIONS
-
-
-def _looked_at(params: Sequence[Tensor], with_grad: Sequence[Tensor], processes: Parts | None) -> tuple[Tensor, Tensor]:
-    """Return the sum of squares of this process's grads, and whether one holds an inf or NaN. If this raises, so do the
-    other processes."""
-    try:
-        grads = parts_of([param.grad for param in with_grad])
-        shares = None if processes is None else processes.shares(with_grad)
-        return norm_without_plan.look(grads, shares, params[0].device)
-    except Exception:
-        if processes is not None:
-            processes.agree(params, None, None, has_failed=True)
-        raise
+_KEPT = "wrapped", "grad_norm", "_skips", "_peers", "_is_loaded", "_fp32_states", "_wide_weights", *_OPTIONS
 
 
 def _first(changed: Any, otherwise: Any) -> Any:

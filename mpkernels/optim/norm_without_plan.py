@@ -24,7 +24,7 @@ def stats_by_device(grads: Sequence[Tensor], shares: Sequence[float] | None) -> 
     ``shares``: how much each grad's square counts; None where all count fully."""
     looked_at: list[tuple[Tensor, Tensor]] = []
     for there, places in by_device(grads, range(len(grads))).items():
-        stats = grad_stats([real_values(_numbers(grads[i])) for i in places])
+        stats = grad_stats([real_values(numbers(grads[i])) for i in places])
         total_sumsq = stats.total_sumsq
         if shares is not None and set(shares) != {1.0}:
             shares_there = torch.tensor([shares[i] for i in places], dtype=torch.float64, device=there)
@@ -33,7 +33,7 @@ def stats_by_device(grads: Sequence[Tensor], shares: Sequence[float] | None) -> 
     return looked_at
 
 
-def _numbers(grad: Tensor) -> Tensor:
+def numbers(grad: Tensor) -> Tensor:
     """Return what a sparse grad adds up to, in fp32 if it has 16 bits: sums of fp16 may overflow."""
     if grad.layout != torch.sparse_coo:
         return grad

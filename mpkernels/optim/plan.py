@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain, groupby, repeat
 from operator import is_, itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,21 +19,11 @@ from mpkernels.ops.grads.grad_stats import grad_stats
 from mpkernels.ops.step.op import StepOps
 from mpkernels.optim.masters import needs_master
 from mpkernels.optim.optimizer_rule import OptimizerRule
+from mpkernels.optim.step_plan import Verdict
 from mpkernels.overflow.ledger import Ledger
 
 Group = dict[str, Any]
 State = dict[str, Tensor]
-
-
-class Verdict(NamedTuple):
-    """What is known of the grads of all devices and processes before the step, as a step takes it."""
-
-    grad_scale: Tensor | None = None
-    found_inf: Tensor | None = None
-    total_sumsq: Tensor | None = None
-    outcome: Tensor | None = None  # to be filled: the norm of the grads, and whether the step was skipped
-    has_norm: bool = False
-    comes_inside: bool = False  # the step looks at the grads itself, before all else
 
 
 class Plan:
@@ -100,53 +90,68 @@ class Plan:
         """Tell whether the first parameter has moved. A model moves as a whole."""
         return (self._is_sharded and self._is_elsewhere) or _kind(self._wholes[0]) != self._kinds[0]
 
-    def native_step(self) -> Callable[..., None] | None:
-        """Return the call into C++ that checks the grads and steps with them; None where another kernel runs."""
-        is_possible = self._may_be_native and not torch.compiler.is_compiling()
-        return self._ops.by_plan.on(self.device) if is_possible else None
+    def look_and_step(
+        self, grads: list[Any], verdict: Verdict, max_norm: float | None, skipped_steps: Tensor | None
+    ) -> bool:
+        """Have C++ check the grads and step with them in one call. Return False, and do nothing, where another kernel
+        runs."""
+        return self._step_in_one_call(grads, verdict, max_norm, skipped_steps, True)
 
     def step(
         self, grads: list[Any], verdict: Verdict, max_norm: float | None = None, skipped_steps: Tensor | None = None
     ) -> None:
         """Take one step, or skip it if the verdict is an overflow. ``skipped_steps``, if given, counts the skips."""
-        grads_here = self._grads_here(grads)
-        params = list(map(real, self.params)) if self._is_complex else self.params
-        known = (None if it is None else put_on(self.device, it) for it in verdict[:3])
-        shared = *self._hyperparameters(), *known, max_norm or math.inf, verdict.outcome, skipped_steps, self.report
-        by_plan = self.native_step()
-        if by_plan is None:
-            if verdict.comes_inside:
-                raise RuntimeError(f"{self._ops.rule.op}: only a plan looks at grads within a step")
-            if list(map(_kind, self._wholes)) != self._kinds:
-                raise RuntimeError(
-                    f"{self._ops.rule.op}: a parameter has changed its device or dtype since its state was made"
-                )
-            self._ops.step(params, grads_here, *self._lists, *shared)
-            self._increment_versions([])
+        if self._step_in_one_call(grads, verdict, max_norm, skipped_steps, False):
             return
+        if list(map(_kind, self._wholes)) != self._kinds:
+            raise RuntimeError(
+                f"{self._ops.rule.op}: a parameter has changed its device or dtype since its state was made"
+            )
+        shared = self._shared(verdict, max_norm, skipped_steps)
+        params = list(map(real, self.params)) if self._is_complex else self.params
+        self._ops.step(params, self._grads_here(grads), *self._lists, *shared)
+        self._increment_versions([])
+
+    def _step_in_one_call(
+        self, grads: list[Any], verdict: Verdict, max_norm: float | None, skipped_steps: Tensor | None, looks: bool
+    ) -> bool:
+        """Have C++ step, and look at the grads before that if it shall. Return False where another kernel runs."""
+        is_possible = self._may_be_native and not torch.compiler.is_compiling()
+        by_plan = self._ops.by_plan.on(self.device) if is_possible else None
+        if by_plan is None:
+            return False
+        params = list(map(real, self.params)) if self._is_complex else self.params
+        grads_here, shared = self._grads_here(grads), self._shared(verdict, max_norm, skipped_steps)
         if self._native is None or self._native.by_plan is not by_plan:  # other kernels run now than last time
             self._native = _NativePlan(self._ops, by_plan, self.device, self._lists)
         try:
-            by_plan(self._native.number, params, grads_here, *shared, verdict.comes_inside)
+            by_plan(self._native.number, params, grads_here, *shared, looks)
         except RuntimeError:
             self._ops.step._check(params, grads_here, *self._lists, *shared)
             raise
         self._increment_versions(params)
+        return True
+
+    def _shared(self, verdict: Verdict, max_norm: float | None, skipped_steps: Tensor | None) -> tuple[Any, ...]:
+        """Return what a step takes beside its lists of tensors: hyperparameters of each group, and the verdict."""
+        by_name = list(zip(*map(self._rule.hyperparameters, self.groups), strict=True))
+        count = self._ops.rule.tensors
+        has_tensors = any(isinstance(x, Tensor) for values in by_name[:count] for x in values)
+        return (
+            *(
+                [0.0 if has_tensors and self._is_read_in_place(x) else float(x) for x in values]
+                for values in by_name[:count]
+            ),
+            *(list(map(float, values)) for values in by_name[count:]),
+            [bool(group["maximize"]) for group in self.groups],
+            self._on_device(by_name[:count]) if has_tensors else [],
+            *(None if it is None else put_on(self.device, it) for it in verdict[:3]),
+            *(max_norm or math.inf, verdict.outcome, skipped_steps, self.report),
+        )
 
     def _increment_versions(self, params: list[Tensor]) -> None:
         """Tell autograd that these parameters have changed, and the DTensors whose parts they are."""
         torch.autograd.graph.increment_version([*params, *self._wholes] if self._is_sharded else params)
-
-    def _hyperparameters(self) -> tuple[Any, ...]:
-        by_name = list(zip(*map(self._rule.hyperparameters, self.groups), strict=True))
-        count = self._ops.rule.tensors
-        return (
-            # Not made floats here: the op's schema does so, and refuses text, which float() takes.
-            *([0.0 if self._is_read_in_place(x) else x for x in values] for values in by_name[:count]),
-            *map(list, by_name[count:]),
-            [bool(group["maximize"]) for group in self.groups],
-            self._on_device(by_name[:count]),
-        )
 
     def _on_device(self, by_name: Sequence[Sequence[Any]]) -> list[Tensor]:
         """Return each group's hyperparameters in turn: the tensors, and an empty tensor for each number."""
@@ -234,7 +239,7 @@ class Foundations:
     ) -> None:
         self._rule, self._groups, self._params = rule, list(groups), params
         self._shape_of_groups = _shape(rule, groups)
-        self._without_grad = _are_none(grads)
+        self._without_grad = list(map(is_, grads, repeat(None)))
         self._keys, self._states = list(states), list(states.values())  # a user may keep something else there
         # Views, which show what the states hold now. To make them anew takes a third of the time of ``hold``.
         views = [dict.values(state) for state in self._states if isinstance(state, dict)]
@@ -246,7 +251,7 @@ class Foundations:
         return (
             _are_same(groups, self._groups)
             and _are_same(params, self._params)
-            and _are_none(grads) == self._without_grad
+            and list(map(is_, grads, repeat(None))) == self._without_grad
             and _shape(self._rule, groups) == self._shape_of_groups
             and _are_same(states, self._keys)
             and _are_same(states.values(), self._states)
@@ -259,10 +264,6 @@ _END = (object(),)  # an end mark that no other list holds, so that lists of oth
 
 def _are_same(some: Any, others: list[Any]) -> bool:
     return len(some) == len(others) and all(map(is_, some, others))
-
-
-def _are_none(grads: list[Tensor | None]) -> list[bool]:
-    return list(map(is_, grads, repeat(None)))
 
 
 def _shape(rule: OptimizerRule, groups: list[Group]) -> list[tuple[Any, ...]]:

@@ -1,8 +1,10 @@
 """Tells what runs around an optimizer's step, or in its place: hooks, and a subclass's own step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from mpkernels._torch_private.optimizers import hooks_around_step, post_hooks_of_step
@@ -50,3 +52,11 @@ def tell_of_skip(optimizer: Any) -> None:
     for hook in post_hooks_of_step(optimizer):
         if isinstance(hook, PassiveHook):
             hook(optimizer)
+
+
+def refuse_capture(name: str, params: Sequence[Tensor]) -> None:
+    if any(it.is_cuda for it in params) and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"{name}: a step with hooks or of a subclass can't be captured in a CUDA graph under a scaler, because the "
+            "host must know whether to skip them; remove them, and clip by max_norm"
+        )

@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor
 
 from mpkernels.optim.masters import needs_master
-from mpkernels.optim.step_outcome import is_guarded
 
 _INSTEAD = "fully_shard (FSDP2) with a CPUOffloadPolicy in its place"
 
@@ -20,7 +19,7 @@ def refuse(optimizer: Any, params: Sequence[Tensor]) -> None:
     offloading = _offloading()
     if offloading is None or len(params) != 1 or params[0].requires_grad or params[0].grad is None:
         return  # a copy is alone, has room for its grad, and needs none by autograd
-    if is_guarded(optimizer, needs_master(params[0])) and any(
+    if optimizer.is_guarded(needs_master(params[0])) and any(
         host is params[0]
         for it in gc.get_objects()
         if issubclass(type(it), offloading)

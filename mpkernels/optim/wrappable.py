@@ -90,36 +90,53 @@ def _all_in(value: Any, known: set[int], looks_into_objects: bool = True) -> Ite
         yield from _all_in(it, known, looks_into_objects)
 
 
-def refuse_one_that_remembers_steps(optimizer: Any) -> None:
-    """Raise if a step changes an attribute of the optimizer, such as a count of steps: stepping its groups one by one
-    would change that once a group."""
-    if changed := _changed_by_steps(optimizer):
+def refuse_one_that_remembers_steps(optimizer: Any, option: str, also_in_groups: bool = False) -> None:
+    """Raise if a step changes an attribute of the optimizer, such as a count of steps, or, if that counts, a value of a
+    group: in several calls for one step, that would change once a call."""
+    attributes, values = _changed_by_steps(optimizer)
+    if changed := attributes + [f"a group's {it}" for it in values if also_in_groups]:
+        where = "state" if also_in_groups else "state and param_groups"
         raise ValueError(
-            "Masters: optimizer must remember its steps in state and param_groups alone for group_by_group=True, got "
+            f"Masters: optimizer must remember its steps in {where} alone for {option}, got "
             f"{_name(type(optimizer))}, whose step changes {', '.join(changed)}"
         )
 
 
-def _changed_by_steps(optimizer: Any) -> list[str]:
-    """Return the attributes that a copy of the optimizer changes when it steps a small parameter for the second time. A
-    first step may set up what later ones leave alone."""
+def twin_of(optimizer: Any, group: dict[str, Any], state: Any) -> Any:
+    """Return an optimizer with the same attributes, without hooks, that has this group alone."""
+    twin = object.__new__(type(optimizer))
+    vars(twin).update({key: it for key, it in vars(optimizer).items() if key != "step"})
+    vars(twin).update({f"_optimizer_step_{kind}_hooks": OrderedDict() for kind in ("pre", "post")})
+    twin.param_groups, twin.state = [group], state
+    return twin
+
+
+def _changed_by_steps(optimizer: Any) -> tuple[list[str], list[str]]:
+    """Return the attributes and the group's values that a copy of the optimizer changes when it steps a small parameter
+    for the second time. A first step may set up what later ones leave alone."""
     group, param = min(
         ((group, param) for group in optimizer.param_groups for param in group["params"]), key=lambda it: it[1].numel()
     )
-    twin = object.__new__(type(optimizer))
-    own = {key: it for key, it in vars(optimizer).items() if key not in ("param_groups", "state", "step")}
-    own |= {f"_optimizer_step_{kind}_hooks": OrderedDict() for kind in ("pre", "post")}
-    vars(twin).update(copy.deepcopy(own, {id(optimizer): twin}))
     param = Parameter(torch.ones_like(param, dtype=torch.float32))
-    options = copy.deepcopy({key: it for key, it in group.items() if key != "params"})
-    twin.param_groups, twin.state = [{"params": [param], **options}], defaultdict(dict)
+    twin = twin_of(optimizer, {**group, "params": [param]}, defaultdict(dict))
+    options = {key: it for key, it in group.items() if key != "params"}
+    memo = {id(optimizer): twin}
+    own = {key: copy.deepcopy(it, memo) for key, it in vars(twin).items() if key not in ("param_groups", "state")}
+    vars(twin).update(own)
+    twin.param_groups[0].update(copy.deepcopy(options, memo))
+
+    def step() -> tuple[dict[str, Any], dict[str, Any]]:
+        param.grad = torch.ones_like(param)
+        type(twin).step(twin)
+        attributes = {key: _contents(it) for key, it in vars(twin).items() if key not in ("param_groups", "state")}
+        return attributes, {key: _contents(it) for key, it in twin.param_groups[0].items() if key != "params"}
+
     with torch.random.fork_rng(devices=[]):
-        param.grad = torch.ones_like(param)
-        type(twin).step(twin)
-        before = {key: _contents(it) for key, it in vars(twin).items()}
-        param.grad = torch.ones_like(param)
-        type(twin).step(twin)
-    after = {key: _contents(it) for key, it in vars(twin).items() if key not in ("param_groups", "state")}
+        before, after = step(), step()
+    return _differences(before[0], after[0]), _differences(before[1], after[1])
+
+
+def _differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     return [key for key, it in after.items() if key not in before or not _are_equal(before[key], it)]
 
 

@@ -10,7 +10,6 @@ from mpkernels._shared.parameters import params_of
 from mpkernels.distributed.processes import Processes
 from mpkernels.optim.masters import needs_master
 from mpkernels.optim.step_hooks import PassiveHook
-from mpkernels.optim.step_outcome import is_guarded
 
 
 def follow() -> None:
@@ -28,7 +27,7 @@ def _follow() -> None:
         inner: Any = getattr(optimizer, "optim", None)
         if isinstance(optimizer, ZeroRedundancyOptimizer) and getattr(inner, "_peers", optimizer) is None:
             params = params_of(optimizer)
-            if is_guarded(inner, any(map(needs_master, params))):
+            if inner.is_guarded(any(map(needs_master, params))):
                 inner._peers = Processes(optimizer.process_group, device=params[0].device)
 
     register_optimizer_step_pre_hook(PassiveHook(give_group))

@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpkernels.amp import GradScaler
-from mpkernels.optim import AdamW
+from mpkernels.optim import AdamW, Masters
 from tests.amp.test_grad_scaler import OPTIMIZERS, SCALINGS
 from tests.hard_grads import same_bits
 from tests.networks import B16, F16
@@ -63,8 +63,8 @@ BEFORE = {"unscale_": [], "step": [], "update": ["step"]}
 AFTER = {"unscale_": ["step", "update"], "step": ["update"], "update": []}
 
 
-def assert_second_tries(method, make, is_late, error=KeyboardInterrupt, **options):
-    """Assert that a second try gives the same, with an error at each op in turn."""
+def assert_second_tries(method, make, is_late, error=KeyboardInterrupt, has_begun=lambda run: False, **options):
+    """Assert that a second try gives the same, with an error at each op in turn, until ``has_begun``."""
     for number in range(1000):
         failing, undisturbed = Run(make, **options), Run(make, **options)
         for before in BEFORE[method]:
@@ -73,6 +73,8 @@ def assert_second_tries(method, make, is_late, error=KeyboardInterrupt, **option
             with Failing(number, is_late, error):
                 failing.call(method)
         except error:
+            if has_begun(failing):
+                return
             failing.call(method)
         else:
             assert number == 1 if method == "update" else number > 2  # an update has a single op
@@ -107,6 +109,25 @@ def test_update_can_be_called_again_after_an_error(is_late, bad, options):
 @pytest.mark.parametrize("is_late", [False, True], ids=["before the op", "after the op"])
 def test_step_can_be_called_again_after_an_error(is_late, bad, options):
     assert_second_tries("step", lambda params: AdamW(params, lr=0.1, **options), is_late, bad=bad)
+
+
+class Begins(torch.optim.SGD):
+    has_begun = False
+
+    def step(self, closure=None):
+        self.has_begun = True
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("bad", [None, float("inf")])
+@pytest.mark.parametrize("is_late", [False, True], ids=["before the op", "after the op"])
+def test_step_of_masters_can_be_called_again_until_the_wrapped_optimizer_steps(is_late, bad):
+    """What the wrapped optimizer has done before it raises is kept, as without Masters."""
+
+    def make(params):
+        return Masters(Begins(params, lr=0.1), max_norm=1.0)
+
+    assert_second_tries("step", make, is_late, bad=bad, has_begun=lambda run: run.optimizer.wrapped.has_begun)
 
 
 @pytest.mark.parametrize("is_late", [False, True], ids=["before the op", "after the op"])

@@ -10,7 +10,8 @@ import torch
 from mpkernels.amp import GradScaler
 from mpkernels.optim import AdamW
 from mpkernels.optim.param_state import create
-from mpkernels.optim.plan import Plan, Verdict
+from mpkernels.optim.plan import Plan
+from mpkernels.optim.step_plan import Verdict
 from tests.networks import B16, assert_close, backward, network
 
 
@@ -223,15 +224,14 @@ def test_a_guarded_step_is_skipped_if_only_the_scaler_found_an_inf(target, max_n
     assert optimizer.skipped_steps.item() == 1
 
 
-def test_a_plan_without_a_half_in_cpp_refuses_to_look_at_grads(target):
+def test_a_plan_without_a_half_in_cpp_does_not_look_and_step_in_one_call(target):
     """A plan for one step alone can't look at grads. It must say so, else a guarded step would go on unguarded."""
     param = torch.nn.Parameter(torch.ones(3, device=target.device))
     optimizer = AdamW([param])
     group, state = optimizer.param_groups[0], create(AdamW._rule, param, optimizer.param_groups[0])
     plan = Plan(AdamW._rule, [(group, param, state)], [0], is_for_once=True)
-    assert plan.native_step() is None
-    with pytest.raises(RuntimeError, match="adamw_: only a plan looks at grads within a step"):
-        plan.step([torch.ones_like(param)], Verdict(comes_inside=True))
+    assert not plan.look_and_step([torch.ones_like(param)], Verdict(has_norm=True), None, None)
+    assert (param == 1).all()
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import torch
 
 from mpkernels.amp import GradScaler
 from mpkernels.optim import AdamW
+from mpkernels.optim.step_plan import Verdict
 from tests.hard_grads import same_bits
 from tests.networks import B16, F16, backward, network
 from tests.optim.optimizers import all_same_bits, each_optimizer, saved_numbers
@@ -69,10 +70,10 @@ def test_a_number_on_the_host_goes_by_value_to_another_device():
     optimizer = AdamW(model.parameters(), lr=torch.tensor(0.5), betas=(0.75, 0.875))
     optimizer.step()
     [plan] = optimizer._plans
-    *_, on_device = plan._hyperparameters()
+    *_, on_device = plan._shared(Verdict(), None, None)[:-7]
     assert [it.numel() for it in on_device] == [1, 0, 0]
     plan.device = torch.device("cuda")
-    lr, beta1, beta2, *_, on_device = plan._hyperparameters()
+    lr, beta1, beta2, *_, on_device = plan._shared(Verdict(), None, None)[:-7]
     assert (lr, beta1, beta2, on_device) == ([0.5], [0.75], [0.875], [])
 
 

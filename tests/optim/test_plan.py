@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import mpkernels
 from mpkernels.ops.step.rules.adamw import adamw_ as op
 from mpkernels.optim import AdamW
+from mpkernels.optim.step_plan import Verdict
 from tests.hard_grads import same_bits
 from tests.networks import backward, network
 
@@ -121,7 +122,7 @@ def test_an_unknown_plan_number_is_refused(number):
     put_grads(params, 0)
     optimizer.step()
     [plan] = optimizer._plans
-    arguments = *plan._hyperparameters(), None, None, None, 1.0, None, None, None, False
+    arguments = *plan._shared(Verdict(), None, None), False
     torch.ops.mpkernels.adamw_forget(number)  # does nothing
     with pytest.raises(RuntimeError, match=f"there is no plan {number}"):
         op.by_plan.on(torch.device("cpu"))(number, params, [param.grad for param in params], *arguments)

@@ -40,7 +40,7 @@ class Offload:
         release = optimizer._release
         if not (release is not None and release.is_on) and not any(map(have, params)):
             return grads
-        if not isinstance(getattr(optimizer, "found_inf", None), Tensor | None):  # torch's sets 0.0 if it sees no grads
+        if not isinstance(optimizer.handed_over().found_inf, Tensor | None):  # torch's sets 0.0 if it sees no grads
             raise RuntimeError(
                 f"{type(optimizer).__name__}: release_grads with offload=True has sent grads to the host, where "
                 "torch's GradScaler doesn't look for them; use mpkernels.amp.GradScaler, or leave release_grads out"
@@ -80,9 +80,8 @@ class Offload:
             group, param, state = rows[i]
             rows[i] = group, self.twins.home(param), state
         sizes = [it.numel() * it.itemsize for it in parts_of([grads[i] for i in places])]
-        outcome = optimizer._step_outcome
-        shared = self.twins, self.arrived, self._slices
-        return OffloadedPlan(optimizer._rule, rows, params, places, sizes, optimizer._ledger, outcome.parts, *shared)
+        kept = optimizer._ledger, optimizer._agreement.parts, self.twins, self.arrived, self._slices
+        return OffloadedPlan(optimizer._rule, rows, params, places, sizes, *kept)
 
 
 def home_of(optimizer: Any, param: Tensor) -> Tensor:

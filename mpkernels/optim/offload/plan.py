@@ -20,7 +20,8 @@ from mpkernels.optim.offload.copies import BUCKET, dense, uninterrupted
 from mpkernels.optim.offload.grads import HostGrads, Slices
 from mpkernels.optim.offload.twins import Twins
 from mpkernels.optim.optimizer_rule import OptimizerRule
-from mpkernels.optim.plan import Group, Plan, State, Verdict
+from mpkernels.optim.plan import Group, Plan, State
+from mpkernels.optim.step_plan import Verdict
 from mpkernels.overflow.ledger import Ledger
 
 _ON_HOST = torch.device("cpu")
@@ -55,8 +56,9 @@ class OffloadedPlan:
         self._kinds: list[Any] = []
         self._there: list[list[Tensor]] = []
 
-    def native_step(self) -> None:
-        """Return None, because the look at the grads comes before all buckets, not in a call that also steps."""
+    def look_and_step(self, *_: Any) -> bool:
+        """Return False: the look at the grads comes before all buckets, not in a call that also steps."""
+        return False
 
     @property
     def has_moved(self) -> bool:

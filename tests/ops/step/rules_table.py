@@ -32,7 +32,7 @@ class LionInPlainTorch(torch.optim.Optimizer):
     def step(self):
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
-            for p in group["params"]:
+            for p in (it for it in group["params"] if it.grad is not None):
                 m = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
                 update = torch.sign(beta1 * m + (1 - beta1) * p.grad)
                 p.sub_(group["lr"] * (update + group["weight_decay"] * p))
