@@ -1,6 +1,7 @@
 """Counts the instructions of the loops in which kernels run through memory: what an element costs a thread.
 
-The shortest way through a loop counts, because branches lead to what is rare, such as roots of subnormal numbers.
+The shortest way that reads and writes all that a loop does counts, because other branches lead to what is rare, such as
+roots of subnormal numbers.
 """
 
 import re
@@ -8,7 +9,8 @@ import shlex
 import tempfile
 from collections.abc import Iterator
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from math import inf
 from pathlib import Path
 from typing import NamedTuple
 
@@ -58,7 +60,7 @@ SOURCES = sorted({it.source for it in LOOPS})
 class Code(NamedTuple):
     """A loop as it was compiled, and what one thread does in a round."""
 
-    instructions: int
+    instructions: float  # inf where no way does all
     read: int  # bytes
     written: int
     structs: set[str]
@@ -100,23 +102,26 @@ def innermost(listing: str) -> Iterator[Code]:
     loops = [range(target, i + 1) for i, target in enumerate(targets) if target < i]
     for loop in loops:
         if not any(it != loop and it[0] in loop and it[-1] in loop for it in loops):
-            yield _code("".join(texts[loop.start : loop.stop]), _shortest_way(loop, following))
+            accesses = [i for i in loop if re.search(r"\b(LDG|STG)\b", texts[i])]
+            stations = [loop[0], *accesses, loop[-1]]
+            ways = (_shortest_way(*ends, following) for ends in pairwise(stations))
+            yield _code("".join(texts[loop.start : loop.stop]), 1 + sum(ways))
 
 
-def _code(text: str, instructions: int) -> Code:
+def _code(text: str, instructions: float) -> Code:
     names = measure.INSTRUCTION.findall(text)
     read, written = (sum(_bytes(it) for it in names if it.startswith(way)) for way in ("LDG", "STG"))
     places = re.findall(r'File "([^"]*/csrc/[^"]*)", line (\d+)', text)
     return Code(instructions, read, written, {_structs(path)[int(line) - 1] for path, line in places} | {""})
 
 
-def _shortest_way(loop: range, following: list[set[int]]) -> int:
-    """Return how many instructions lead from a loop's head to its end."""
-    reached, seen, count = {loop[0]}, {loop[0]}, 1
-    while loop[-1] not in reached:
+def _shortest_way(start: int, end: int, following: list[set[int]]) -> float:
+    """Return by how many instructions one comes from one to another."""
+    reached, seen, count = {start}, {start}, 0
+    while reached and end not in reached:
         reached = set[int]().union(*(following[i] for i in reached)) - seen
         seen, count = seen | reached, count + 1
-    return count
+    return count if reached else inf
 
 
 def _bytes(access: str) -> int:
