@@ -26,6 +26,7 @@ from mpkernels.bench import show
 from mpkernels.bench.results import Result
 
 ROOT = Path(__file__).parents[1]
+COUNTED = ROOT / "tests" / "proof" / "gate" / "table.json"
 AIM = 1.5
 SIZES_DIFFER = "A row's cases are those of its newest run below, which may hold other sizes than the pictures above."
 BEGIN, END = "<!-- {} written by python -m benchmarks.book -->\n", "<!-- to here -->\n"
@@ -171,7 +172,7 @@ def readme(text: str, runs: dict[str, Session], fused: Iterable[Path] = ()) -> s
     return _filled("README.md", text, {"numbers": readme_numbers.numbers(_compared(runs), machines, fused)})
 
 
-def performance(text: str, runs: dict[str, Session], ruled: Iterable[Path] = ()) -> str:
+def performance(text: str, runs: dict[str, Session], ruled: Iterable[Path] = (), counted: Path = COUNTED) -> str:
     """Return the text of docs/performance.md with new tables."""
     columns = {header: COLUMNS[header] for header in ("x torch [95 %]", "", "of best")}
     gpu_tables = (performance_page.of_gpu(*item, columns) for item in _by_device(runs).items())
@@ -179,6 +180,7 @@ def performance(text: str, runs: dict[str, Session], ruled: Iterable[Path] = ())
         "cpus": table(*performance_page.of_cpus(runs)),
         "gpus": chain.from_iterable(table(header, rows) for header, rows in gpu_tables if rows),
         "calls": chain.from_iterable(table(*performance_page.calls(path)) for path in ruled),
+        "loops": table(*performance_page.of_loops(counted)),
     }
     return _filled("docs/performance.md", text, parts)
 

@@ -1,4 +1,4 @@
-"""The tables of docs/performance.md: some cases on CPUs and on GPUs, and linear layers called one by one."""
+"""The tables of docs/performance.md: some cases on CPUs and GPUs, linear layers called one by one, counted loops."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -6,6 +6,10 @@ from pathlib import Path
 
 from benchmarks.raw_samples import Session
 from mpkernels.bench.results import Result
+
+COPIES = {"H200": 4.1e12, "H100": 3.0e12}  # bytes a second, measured on the H200
+ISSUED = 132 * 4 * 32 * 1.755e9  # threads' instructions a second: multiprocessors, their schedulers, a warp, the clock
+REACHED = 0.8  # of ISSUED, at best
 
 Table = tuple[list[str], list[list[str]]]  # header and rows
 
@@ -109,3 +113,26 @@ def _range(ratios: list[float]) -> str:
         return ""
     least, most = f"{min(ratios):.2f}", f"{max(ratios):.2f}"
     return least if least == most else f"{least} to {most}"
+
+
+def of_loops(path: Path) -> Table:
+    """Return what an element costs in each loop that the compile gate has counted, and what share of its bytes' time a
+    chip takes to issue so many instructions."""
+    counted = json.loads(path.read_text())["loops"]["kernels"]
+    header = [
+        "bf16, unless fp32 is named",
+        "instructions an element",
+        "bytes an element",
+        *(f"time on an {it}" for it in COPIES),
+    ]
+    rows = []
+    for title, chips in counted.items():
+        (loop,) = chips.values()
+        issued = loop["instructions"] / loop["elements"]
+        shares = [issued / ISSUED * copied / loop["moved"] for copied in COPIES.values()]
+        rows.append([title, f"{issued:.1f}", f"{loop['moved']:g}", *map(_bound, shares)])
+    return header, rows
+
+
+def _bound(share: float) -> str:
+    return f"{'instructions' if share > REACHED else 'bytes'}, {share:.0%}"

@@ -132,7 +132,7 @@ struct HalfMath {
 
   // The integral beyond |z| is exp(-z^2 / 2) times t and a polynomial in t.
   static MPK_FN Normal<float> normal(float z) {
-    const float tail[] = {0.119626395f,   0.120798349f, 0.0996375680f, 0.129468992f,
+    const float tail[] = {0.119626395f,   0.120798349f, 0.0996376723f, 0.129468992f,
                           -0.0553934760f, 0.208206221f, -0.158275813f, 0.0359316990f};
     const float e = power_of_two(z * z * -0.721347520f), t = quotient(1.0f, fmaf(fabsf(z), 0.3f, 1.0f));
     const float beyond = e * (t * polynomial(t, tail)), step = z < 0.0f ? 0.0f : 1.0f;
@@ -140,10 +140,10 @@ struct HalfMath {
   }
 
   static MPK_FN float tanh(float z) {
-    const float near_zero[] = {-0.333190739f, 0.130864188f, -0.0413877890f};  // (tanh z - z) / z^3
+    const float near_zero[] = {-0.333304852f, 0.132466495f, -0.0463218875f};  // (tanh z - z) / z^3
     const float a = fabsf(z), square = a * a;
     const float far = fmaf(-2.0f, quotient(1.0f, 1.0f + power_of_two(a * 2.88539008f)), 1.0f);
-    const float magnitude = a < 0.6f ? fmaf(square * a, polynomial(square, near_zero), a) : far;
+    const float magnitude = a < 0.45f ? fmaf(square * a, polynomial(square, near_zero), a) : far;
     return copysignf(magnitude, z);
   }
 };

@@ -4,11 +4,11 @@
 namespace mpk {
 
 template <class T, int count>
-__global__ void __launch_bounds__(kThreads, Passes<T>::forward)
+__global__ void __launch_bounds__(kThreads, kForwardsAtOnce<T>)
     act_kernel(const T* z, T* y, Tiling tiling, Activation activation) {
   const Place<count> place(tiling);
   if (place.column >= tiling.columns) return;
-  with_activation<typename Passes<T>::Math>(activation, [&](auto f) {
+  with_activation<MathOf<T>>(activation, [&](auto f) {
     Rows<T, count, true> known(place, z, tiling.columns);
     RoundedRows<T, count> made(place, y, tiling.columns);
 #pragma unroll 1
@@ -70,13 +70,15 @@ class ColumnSums {
 // Makes dz, its sums over the rows of each block, and y from a saved z, where they are wanted. makes_y is a template
 // argument, so that a kernel without y has no instructions for it; y in fp32 takes more registers.
 template <class T, int count, bool packed, bool makes_y>
-__global__ void __launch_bounds__(kThreads, makes_y && !Passes<T>::in_16_bits ? 2 : Passes<T>::backward)
+__global__ void __launch_bounds__(kThreads, kIsIn16Bits<T> ? kBlocksAtOnce
+                                            : makes_y      ? 2
+                                                           : 3)
     act_backward_kernel(Strided dy, Strided saved, T* dz, T* y, Result sums, Tiling tiling, Activation activation) {
   __shared__ double memory[kThreads * count];
   const Place<count> place(tiling);
   ColumnSums<count> column_sums(memory);
   if (place.column < tiling.columns) {
-    with_activation<typename Passes<T>::Math>(activation, [&](auto f) {
+    with_activation<MathOf<T>>(activation, [&](auto f) {
       constexpr Saves kSaves = decltype(f)::kSaves;
       Rows<T, count, packed> grads(place, dy), known(place, saved);
       RoundedRows<T, count> made(place, dz, tiling.columns), anew(place, y, tiling.columns);

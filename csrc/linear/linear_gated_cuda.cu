@@ -5,11 +5,11 @@
 namespace mpk {
 
 template <class T, int count>
-__global__ void __launch_bounds__(kThreads, Passes<T>::forward)
+__global__ void __launch_bounds__(kThreads, kForwardsAtOnce<T>)
     linear_gated_kernel(const T* z, T* h, Tiling tiling, Activation activation) {
   const Place<count> place(tiling);
   if (place.column >= tiling.columns) return;
-  with_activation<typename Passes<T>::Math>(activation, [&](auto f) {
+  with_activation<MathOf<T>>(activation, [&](auto f) {
     const int64_t columns = tiling.columns;
     Rows<T, count, true> gates(place, z, 2 * columns), ups(place, z + columns, 2 * columns);
     RoundedRows<T, count> made(place, h, columns);
@@ -24,11 +24,11 @@ __global__ void __launch_bounds__(kThreads, Passes<T>::forward)
 }
 
 template <class T, int count, bool packed>
-__global__ void __launch_bounds__(kThreads, Passes<T>::backward)
+__global__ void __launch_bounds__(kThreads, kBlocksAtOnce)
     linear_dgated_kernel(Strided dh, Strided gate, Strided up, T* dz, T* h, Tiling tiling, Activation activation) {
   const Place<count> place(tiling);
   if (place.column >= tiling.columns) return;
-  with_activation<typename Passes<T>::Math>(activation, [&](auto f) {
+  with_activation<MathOf<T>>(activation, [&](auto f) {
     const int64_t columns = tiling.columns;
     Rows<T, count, packed> grads(place, dh), gates(place, gate), ups(place, up);
     RoundedRows<T, count> dgate(place, dz, 2 * columns), dup(place, dz + columns, 2 * columns), anew(place, h, columns);

@@ -9,13 +9,22 @@ namespace mpk {
 inline constexpr int kElements = 8;     // per thread and row: 16 bytes in 16-bit formats, 32 in fp32
 inline constexpr int kRowsInFp32 = 16;  // rows that are added one by one in fp32; 8 equal rows lose an eps
 
-// The functions of an activation of T's, and how many blocks a multiprocessor runs at once. More would spill registers.
+// How many threads a multiprocessor holds, on the smallest of the chips that this code runs on.
+#if !defined(__CUDA_ARCH__) || (__CUDA_ARCH__ >= 800 && __CUDA_ARCH__ < 1000)
+inline constexpr int kThreadsAtOnce = 2048;
+#else
+inline constexpr int kThreadsAtOnce = __CUDA_ARCH__ < 800 ? 1024 : 1536;
+#endif
+
 template <class T>
-struct Passes {
-  static constexpr bool in_16_bits = sizeof(T) == 2;
-  using Math = std::conditional_t<in_16_bits, HalfMath, Fp32Math>;
-  static constexpr int forward = in_16_bits ? 8 : 4, backward = 4;
-};
+inline constexpr bool kIsIn16Bits = sizeof(T) == 2;
+template <class T>
+using MathOf = std::conditional_t<kIsIn16Bits<T>, HalfMath, Fp32Math>;
+
+// How many blocks a multiprocessor runs at once. More would spill registers.
+inline constexpr int kBlocksAtOnce = 4;
+template <class T>
+inline constexpr int kForwardsAtOnce = kIsIn16Bits<T> ? kThreadsAtOnce / kThreads : kBlocksAtOnce;
 
 // A block's threads form lines of `across` threads, each of which takes `count` adjacent columns; the lines take turns
 // at the block's rows. The tiling depends on the matrix's shape alone, and so does the order of sums.
@@ -68,6 +77,21 @@ struct Place {
   int rows;  // that the thread takes, from `row` on, `lines` apart
   int64_t first_column, column;
 };
+
+template <class T, int count>
+__device__ Elements<float, count> widened(const Elements<T, count>& from) {
+  Elements<float, count> wide;
+  if constexpr (std::is_same_v<T, bf16> && count % 2 == 0) {  // by words, else nvcc 13 shifts a high half twice
+    const auto words = bit_cast<Elements<uint32_t, count / 2>>(from);
+    for (int i = 0; i < count; ++i) {
+      const uint32_t word = words.at[i / 2];
+      wide.at[i] = bit_cast<float>(i % 2 == 0 ? word << 16 : word & 0xffff0000u);
+    }
+  } else {
+    for (int i = 0; i < count; ++i) wide.at[i] = widen(from.at[i]);
+  }
+  return wide;
+}
 
 // Reads a thread's elements of one of its rows after the other. Addresses are added up, because products take longer.
 template <class T, int count, bool packed>

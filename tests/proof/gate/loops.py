@@ -37,9 +37,27 @@ class Loop(NamedTuple):
 
 
 def _of_passes() -> Iterator[Loop]:
-    for activation, struct in {"gelu": "Gelu", "gelu_tanh": "GeluTanh", "silu": "Silu", "tanh": "Tanh"}.items():
-        source, kernel = "linear/linear_act_cuda.cu", "act_kernel<mpk::bf16, 8>"
-        yield Loop(f"{activation}, bf16", source, kernel, 4, 16, 16, struct=struct)
+    """Yield the passes over bf16 matrices beside products; fp16's cost the same."""
+    act, gated = "linear/linear_act_cuda.cu", "linear/linear_gated_cuda.cu"
+    backward = "act_backward_kernel<mpk::bf16, 8, true, {}>"
+    for name, struct in {"gelu": "Gelu", "gelu_tanh": "GeluTanh", "silu": "Silu", "relu2": "Relu2"}.items():
+        yield Loop(name, act, "act_kernel<mpk::bf16, 8>", 4, 16, 16, struct=struct)
+        yield Loop(f"{name}, backward", act, backward.format("false"), 6, 32, 16, struct=struct)
+        yield Loop(f"{name}, backward, y anew", act, backward.format("true"), 8, 32, 32, struct=struct)
+    for name, struct in {"sigmoid": "Sigmoid", "tanh": "Tanh"}.items():
+        yield Loop(name, act, "act_kernel<mpk::bf16, 8>", 4, 16, 16, struct=struct)
+        yield Loop(f"{name}, backward", act, backward.format("false"), 6, 32, 16, struct=struct)
+    for name, struct in {"silu": "Silu", "gelu": "Gelu"}.items():
+        yield Loop(f"{name}, gated", gated, "linear_gated_kernel<mpk::bf16, 8>", 6, 32, 16, struct=struct)
+        yield Loop(
+            f"{name}, gated, backward, h anew",
+            gated,
+            "linear_dgated_kernel<mpk::bf16, 8, true>",
+            12,
+            48,
+            48,
+            struct=struct,
+        )
 
 
 def _of_steps() -> Iterator[Loop]:
