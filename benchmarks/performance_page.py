@@ -116,23 +116,17 @@ def _range(ratios: list[float]) -> str:
 
 
 def of_loops(path: Path) -> Table:
-    """Return what an element costs in each loop that the compile gate has counted, and what share of its bytes' time a
-    chip takes to issue so many instructions."""
+    """Return what an element costs in each loop that the compile gate has counted, and which cost decides."""
     counted = json.loads(path.read_text())["loops"]["kernels"]
-    header = [
-        "bf16, unless fp32 is named",
-        "instructions an element",
-        "bytes an element",
-        *(f"time on an {it}" for it in COPIES),
-    ]
+    header = ["", "instructions an element", "bytes an element", *(f"{chip}: bound by" for chip in COPIES)]
     rows = []
-    for title, chips in counted.items():
-        (loop,) = chips.values()
-        issued = loop["instructions"] / loop["elements"]
-        shares = [issued / ISSUED * copied / loop["moved"] for copied in COPIES.values()]
-        rows.append([title, f"{issued:.1f}", f"{loop['moved']:g}", *map(_bound, shares)])
+    for title, (loop,) in ((title, chips.values()) for title, chips in counted.items()):
+        shares = [share_of_time(loop, chip) for chip in COPIES]
+        bounds = [f"{'instructions' if share > REACHED else 'bytes'} ({share:.0%})" for share in shares]
+        rows.append([title, f"{loop['instructions'] / loop['elements']:.1f}", f"{loop['moved']:g}", *bounds])
     return header, rows
 
 
-def _bound(share: float) -> str:
-    return f"{'instructions' if share > REACHED else 'bytes'}, {share:.0%}"
+def share_of_time(loop: dict[str, float], chip: str) -> float:
+    """Return how long a loop's instructions take at the chip's full rate, as a share of its bytes' time in a copy."""
+    return loop["instructions"] / ISSUED / (loop["moved"] * loop["elements"] / COPIES[chip])

@@ -7,7 +7,8 @@ import pytest
 from triton.compiler import ASTSource
 from triton.runtime import JITFunction
 
-from tests.proof.gate import loops, measure
+from benchmarks import performance_page
+from tests.proof.gate import limits, loops, measure
 from tests.proof.gate.launches import Launch
 from tests.proof.gate.limits import SHARED_LIMIT, Section, of_chips, regressions
 
@@ -175,6 +176,15 @@ def test_the_shortest_of_the_loops_that_look_like_the_wanted_one_counts():
     assert loops._numbers(wanted, compiled) == {"instructions": 7, "elements": 4, "moved": 4}
     with pytest.raises(ValueError, match="none of the kernel's loops"):
         loops._numbers(wanted._replace(read=16), compiled)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu"])
+def test_a_pass_over_16_bits_takes_less_time_for_its_instructions_than_for_its_bytes(activation):
+    """At the share of the chip's rate that is reached. The table holds what the compiler makes of the passes."""
+    counted = limits.read()["loops"].kernels
+    passes = [it for (title, _), it in counted.items() if title.partition(",")[0] == activation]
+    assert len(passes) >= 3
+    assert all(performance_page.share_of_time(it, "H200") < performance_page.REACHED for it in passes)
 
 
 @pytest.fixture
