@@ -113,8 +113,8 @@ struct Fp32Math {
 
   template <class F>
   static MPK_FN F tanh(F z) {
-    const float near_zero[] = {-0.33333319f, 0.13332602f, -0.05385386f, 0.02107776f,
-                               -0.00628247f};  // (tanh z - z) / z^3
+    // (tanh z - z) / z^3
+    const float near_zero[] = {-0.33333319f, 0.13332602f, -0.05385386f, 0.02107776f, -0.00628247f};
     const F a = absolute(z), square = a * a;
     const F e = exponential(-2.0f * a);
     const F far = quotient(1.0f - e, 1.0f + e);
@@ -130,7 +130,7 @@ struct HalfMath {
     return {s, fminf(fmaxf(e * s, 0.0f), 1.0f)};  // 1 - s would cancel; 0 where e is inf and s is 0
   }
 
-  // The integral beyond |z| is exp(-z^2 / 2) times t and a polynomial in t.
+  // The integral beyond |z| is exp(-z^2 / 2) times t times a polynomial in t, most accurate where gelu's slope is 0.
   static MPK_FN Normal<float> normal(float z) {
     const float tail[] = {0.119626395f,   0.120798349f, 0.0996376723f, 0.129468992f,
                           -0.0553934760f, 0.208206221f, -0.158275813f, 0.0359316990f};
@@ -140,7 +140,7 @@ struct HalfMath {
   }
 
   static MPK_FN float tanh(float z) {
-    const float near_zero[] = {-0.333304852f, 0.132466495f, -0.0463218875f};  // (tanh z - z) / z^3
+    const float near_zero[] = {-0.333304852f, 0.132466495f, -0.0463218875f};
     const float a = fabsf(z), square = a * a;
     const float far = fmaf(-2.0f, quotient(1.0f, 1.0f + power_of_two(a * 2.88539008f)), 1.0f);
     const float magnitude = a < 0.45f ? fmaf(square * a, polynomial(square, near_zero), a) : far;
