@@ -85,7 +85,8 @@ class Code(NamedTuple):
 
 
 def count(command: str, source: str) -> Kernels:
-    """Return what the loops of a source cost. It is compiled once more, with the line of each instruction."""
+    """Return what the loops of a source cost. It is compiled once more, with the line of each instruction; that changes
+    no instruction."""
     command = re.sub(r"-gencode '.*?'", "", f"{command} {setup.COMMON_FLAGS} -cubin -lineinfo")
     command += f" -gencode arch=compute_{setup.ARCHS[CHIP]},code=sm_{CHIP}"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
