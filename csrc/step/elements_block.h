@@ -12,7 +12,7 @@ struct RawWeights {
 };
 
 template <int count, class Rule>
-__device__ RawWeights<count> load_weights(const Arrays<Rule>& arrays, uint32_t first) {
+__device__ RawWeights<count> load_weights(const Arrays<Rule>& arrays, int64_t first) {
   RawWeights<count> raw;
   raw.param = load_raw<count>(arrays.param_dtype, arrays.param, first);
   if (arrays.master_kind != Master::none) {
@@ -21,20 +21,25 @@ __device__ RawWeights<count> load_weights(const Arrays<Rule>& arrays, uint32_t f
   return raw;
 }
 
-template <int count>
+template <bool are_numbers, int count>
 __device__ Elements<float, count> joined(Dtype dtype, const RawWeights<count>& raw) {
+  const auto in_upper_halves = [](const Elements<uint16_t, count>& halves) {
+    return bit_cast<Elements<uint32_t, count>>(widened(bit_cast<Elements<bf16, count>>(halves)));
+  };
+  const auto params = in_upper_halves(raw.param.halves), remainders = in_upper_halves(raw.master.halves);
   Elements<float, count> master;
   const auto join_all = [&](const auto& join) {
     for (int i = 0; i < count; ++i)
-      master.at[i] = bit_cast<float>(join(Split<uint32_t>{raw.param.halves.at[i], raw.master.halves.at[i]}));
+      master.at[i] = bit_cast<float>(join(Split<uint32_t>{params.at[i] >> 16, remainders.at[i] >> 16}));
   };
-  dtype == Dtype::b16 ? join_all(join_bf16<uint32_t>) : join_all(join_fp16<float>);
+  dtype == Dtype::b16 ? join_all(join_bf16<uint32_t, are_numbers>) : join_all(join_fp16<float>);
   return master;
 }
 
-template <int count, class Rule>
+// are_numbers: whether masters that are NaN may come out wrong, but as NaN.
+template <bool are_numbers = false, int count, class Rule>
 __device__ Elements<float, count> widened_weights(const Arrays<Rule>& arrays, const RawWeights<count>& raw) {
-  if (arrays.master_kind == Master::split) return joined(arrays.param_dtype, raw);
+  if (arrays.master_kind == Master::split) return joined<are_numbers>(arrays.param_dtype, raw);
   auto weights = widened(arrays.param_dtype, raw.param);
   if (arrays.master_kind == Master::fp32) {
     const auto copies = bit_cast<Elements<float, count>>(raw.master.words);
@@ -43,8 +48,8 @@ __device__ Elements<float, count> widened_weights(const Arrays<Rule>& arrays, co
   return weights;
 }
 
-template <int count, class Rule>
-__device__ void store_weights(const Arrays<Rule>& arrays, uint32_t first, const Elements<float, count>& weights) {
+template <bool are_numbers = false, int count, class Rule>
+__device__ void store_weights(const Arrays<Rule>& arrays, int64_t first, const Elements<float, count>& weights) {
   if (arrays.master_kind == Master::split) {
     Elements<uint16_t, count> rounded, remainder;
     const auto split_all = [&](const auto& split) {
@@ -54,7 +59,7 @@ __device__ void store_weights(const Arrays<Rule>& arrays, uint32_t first, const 
         remainder.at[i] = static_cast<uint16_t>(halves.remainder);
       }
     };
-    arrays.param_dtype == Dtype::b16 ? split_all(split_bf16<uint32_t>) : split_all(split_fp16<float>);
+    arrays.param_dtype == Dtype::b16 ? split_all(split_bf16<uint32_t, are_numbers>) : split_all(split_fp16<float>);
     store(reinterpret_cast<uint16_t*>(arrays.param) + first, rounded);
     store(reinterpret_cast<uint16_t*>(arrays.master) + first, remainder);
     return;
@@ -88,7 +93,7 @@ struct RawElements {
 };
 
 template <int count, class Rule, class State, class LoadState>
-__device__ void load_elements(const Arrays<Rule>& arrays, uint32_t first, const LoadState& load_state,
+__device__ void load_elements(const Arrays<Rule>& arrays, int64_t first, const LoadState& load_state,
                               RawElements<Rule, count, State>& raw) {
   raw.weights = load_weights<count>(arrays, first);
   raw.grads = load_raw<count>(arrays.grad_dtype, arrays.grad, first);
@@ -105,7 +110,7 @@ __device__ void keep_order() {
 }
 
 template <class Rule, int count, class State>
-__device__ void step(const Arrays<Rule>& arrays, uint32_t first, const RawElements<Rule, count, State>& raw,
+__device__ void step(const Arrays<Rule>& arrays, int64_t first, const RawElements<Rule, count, State>& raw,
                      States<Rule, float, count>& states, const StepScalars<Rule, float>& scalars) {
   auto weights = widened_weights(arrays, raw.weights);
   step(weights, widened(arrays.grad_dtype, raw.grads), states, arrays.has_optional, scalars);

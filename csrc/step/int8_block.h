@@ -2,6 +2,7 @@
 #pragma once
 
 #include "step/elements_block.h"
+#include "step/unchecked.h"
 
 namespace mpk {
 
@@ -13,27 +14,60 @@ __device__ Elements<float, count> decoded(const Elements<int8_t, count>& codes, 
 }
 
 template <Sign sign, int count>
-__device__ void store_codes(void* array, uint32_t first, const Elements<float, count>& numbers, float inverse) {
+__device__ void store_codes(void* array, int64_t first, const Elements<float, count>& numbers, float inverse) {
   Elements<int8_t, count> codes;
   for (int i = 0; i < count; ++i)
-    codes.at[i] = static_cast<int8_t>(static_cast<uint8_t>(encode<sign>(numbers.at[i], inverse)));
+    codes.at[i] = static_cast<int8_t>(static_cast<uint8_t>(encode<sign, NearRoot>(numbers.at[i], inverse)));
   store(static_cast<int8_t*>(array) + first, codes);
+}
+
+// Steps, and returns whether all results are numbers. Else they may be wrong.
+template <class Rule, int count>
+__device__ bool step_unchecked(const Arrays<Rule>& arrays, Elements<float, count>& weights,
+                               const Elements<float, count>& grads, States<Rule, float, count>& states,
+                               const StepScalars<Rule, float>& scalars) {
+  bool has_nan = false;
+  for (int i = 0; i < count; ++i) {
+    Unchecked weight = weights.at[i], element_states[Rule::kStates];
+    for_each_index<Rule::kStates>([&](auto k) { element_states[k] = states.at[k].at[i]; });
+    Rule::step(weight, Unchecked(grads.at[i] * scalars.grad_factor), element_states, arrays.has_optional, scalars.rule);
+    weights.at[i] = weight.value;
+    bool is_nan = weight.value != weight.value;
+    for_each_index<Rule::kStates>([&](auto k) {
+      if (!arrays.has_state(k)) return;
+      const float number = states.at[k].at[i] = coded_number<Rule::kSigns[k]>(element_states[k]).value;
+      is_nan |= number != number;
+    });
+    has_nan |= is_nan;
+  }
+  return !has_nan;
 }
 
 // Leaves the numbers that are to be coded in `states`.
 template <class Rule, int count>
-__device__ void step_coded(const Arrays<Rule>& arrays, uint32_t first,
+__device__ void step_coded(const Arrays<Rule>& arrays, int64_t first,
                            const RawElements<Rule, count, Elements<int8_t, count>>& raw,
                            const float (&scales)[Rule::kStates], States<Rule, float, count>& states,
                            const StepScalars<Rule, float>& scalars) {
-  for_each_index<Rule::kStates>([&](auto i) {
-    if (arrays.has_state(i)) states.at[i] = decoded<Rule::kSigns[i]>(raw.states[i], scales[i]);
-  });
-  step(arrays, first, raw, states, scalars);
+  const auto decode_states = [&] {
+    for_each_index<Rule::kStates>([&](auto i) {
+      if (arrays.has_state(i)) states.at[i] = decoded<Rule::kSigns[i]>(raw.states[i], scales[i]);
+    });
+  };
+  const auto grads = widened(arrays.grad_dtype, raw.grads);
+  decode_states();
+  if constexpr (count > 1) {
+    auto weights = widened_weights<true>(arrays, raw.weights);
+    if (step_unchecked(arrays, weights, grads, states, scalars)) return store_weights<true>(arrays, first, weights);
+    decode_states();
+  }
+  auto weights = widened_weights(arrays, raw.weights);
+  step(weights, grads, states, arrays.has_optional, scalars);
   for_each_index<Rule::kStates>([&](auto i) {
     if (!arrays.has_state(i)) return;
     for (float& value : states.at[i].at) value = coded_number<Rule::kSigns[i]>(value);
   });
+  store_weights(arrays, first, weights);
 }
 
 // A warp takes kQuantized elements from `begin` on, which share a scale in each state. The states' scales lie `blocks`
@@ -43,7 +77,7 @@ __device__ void step_coded(const Arrays<Rule>& arrays, uint32_t begin, uint32_t 
                            uint32_t blocks, const StepScalars<Rule, float>& scalars) {
   constexpr int shares = kQuantized / 32 / count;
   const uint32_t block = begin / kQuantized;
-  const auto place = [&](int k) { return begin + (k * 32 + threadIdx.x % 32) * count; };
+  const auto place = [&](int k) { return int64_t{begin + threadIdx.x % 32 * count} + k * 32 * count; };
   const auto is_inside = [&](int k) { return count > 1 || place(k) < size; };
   const auto for_each_state = [&](const auto& body) {
     for_each_index<Rule::kStates>([&](auto i) {
@@ -73,7 +107,7 @@ __device__ void step_coded(const Arrays<Rule>& arrays, uint32_t begin, uint32_t 
   for_each_state([&](auto i) {
     uint32_t largest = 0;  // as bits: one instruction finds a warp's largest integer
     for (const States<Rule, float, count>& states : all) {
-      for (const float number : states.at[i].at) largest = larger(largest, magnitude(number));
+      for (const float number : states.at[i].at) largest = larger(largest, coded_magnitude<Rule::kSigns[i]>(number));
     }
     scales[i] = scale_of(bit_cast<float>(warp_max(largest)));  // by now all lanes have read the old scale
     inverse[i] = inverse_of(scales[i]);
