@@ -12,7 +12,7 @@ struct RawWeights {
 };
 
 template <int count, class Rule>
-__device__ RawWeights<count> load_weights(const Arrays<Rule>& arrays, int64_t first) {
+__device__ RawWeights<count> load_weights(const Arrays<Rule>& arrays, uint32_t first) {
   RawWeights<count> raw;
   raw.param = load_raw<count>(arrays.param_dtype, arrays.param, first);
   if (arrays.master_kind != Master::none) {
@@ -49,7 +49,7 @@ __device__ Elements<float, count> widened_weights(const Arrays<Rule>& arrays, co
 }
 
 template <bool are_numbers = false, int count, class Rule>
-__device__ void store_weights(const Arrays<Rule>& arrays, int64_t first, const Elements<float, count>& weights) {
+__device__ void store_weights(const Arrays<Rule>& arrays, uint32_t first, const Elements<float, count>& weights) {
   if (arrays.master_kind == Master::split) {
     Elements<uint16_t, count> rounded, remainder;
     const auto split_all = [&](const auto& split) {
@@ -93,7 +93,7 @@ struct RawElements {
 };
 
 template <int count, class Rule, class State, class LoadState>
-__device__ void load_elements(const Arrays<Rule>& arrays, int64_t first, const LoadState& load_state,
+__device__ void load_elements(const Arrays<Rule>& arrays, uint32_t first, const LoadState& load_state,
                               RawElements<Rule, count, State>& raw) {
   raw.weights = load_weights<count>(arrays, first);
   raw.grads = load_raw<count>(arrays.grad_dtype, arrays.grad, first);
@@ -110,7 +110,7 @@ __device__ void keep_order() {
 }
 
 template <class Rule, int count, class State>
-__device__ void step(const Arrays<Rule>& arrays, int64_t first, const RawElements<Rule, count, State>& raw,
+__device__ void step(const Arrays<Rule>& arrays, uint32_t first, const RawElements<Rule, count, State>& raw,
                      States<Rule, float, count>& states, const StepScalars<Rule, float>& scalars) {
   auto weights = widened_weights(arrays, raw.weights);
   step(weights, widened(arrays.grad_dtype, raw.grads), states, arrays.has_optional, scalars);

@@ -14,7 +14,7 @@ __device__ Elements<float, count> decoded(const Elements<int8_t, count>& codes, 
 }
 
 template <Sign sign, int count>
-__device__ void store_codes(void* array, int64_t first, const Elements<float, count>& numbers, float inverse) {
+__device__ void store_codes(void* array, uint32_t first, const Elements<float, count>& numbers, float inverse) {
   Elements<int8_t, count> codes;
   for (int i = 0; i < count; ++i)
     codes.at[i] = static_cast<int8_t>(static_cast<uint8_t>(encode<sign, NearRoot>(numbers.at[i], inverse)));
@@ -43,31 +43,42 @@ __device__ bool step_unchecked(const Arrays<Rule>& arrays, Elements<float, count
   return !has_nan;
 }
 
+template <class Rule, int count>
+using RawCoded = RawElements<Rule, count, Elements<int8_t, count>>;
+
+template <class Rule, int count>
+__device__ void load_coded(const Arrays<Rule>& arrays, uint32_t first, RawCoded<Rule, count>& raw) {
+  const auto load_state = [&](const void* array) {
+    return load_once<count>(static_cast<const int8_t*>(array) + first);
+  };
+  load_elements(arrays, first, load_state, raw);
+}
+
 // Leaves the numbers that are to be coded in `states`.
 template <class Rule, int count>
-__device__ void step_coded(const Arrays<Rule>& arrays, int64_t first,
-                           const RawElements<Rule, count, Elements<int8_t, count>>& raw,
+__device__ void step_coded(const Arrays<Rule>& arrays, uint32_t first, const RawCoded<Rule, count>& raw,
                            const float (&scales)[Rule::kStates], States<Rule, float, count>& states,
                            const StepScalars<Rule, float>& scalars) {
-  const auto decode_states = [&] {
-    for_each_index<Rule::kStates>([&](auto i) {
-      if (arrays.has_state(i)) states.at[i] = decoded<Rule::kSigns[i]>(raw.states[i], scales[i]);
-    });
-  };
-  const auto grads = widened(arrays.grad_dtype, raw.grads);
-  decode_states();
-  if constexpr (count > 1) {
-    auto weights = widened_weights<true>(arrays, raw.weights);
-    if (step_unchecked(arrays, weights, grads, states, scalars)) return store_weights<true>(arrays, first, weights);
-    decode_states();
-  }
-  auto weights = widened_weights(arrays, raw.weights);
-  step(weights, grads, states, arrays.has_optional, scalars);
   for_each_index<Rule::kStates>([&](auto i) {
-    if (!arrays.has_state(i)) return;
-    for (float& value : states.at[i].at) value = coded_number<Rule::kSigns[i]>(value);
+    if (arrays.has_state(i)) states.at[i] = decoded<Rule::kSigns[i]>(raw.states[i], scales[i]);
   });
-  store_weights(arrays, first, weights);
+  if constexpr (count == 1) {
+    step(arrays, first, raw, states, scalars);
+    for_each_index<Rule::kStates>([&](auto i) {
+      if (arrays.has_state(i)) states.at[i].at[0] = coded_number<Rule::kSigns[i]>(states.at[i].at[0]);
+    });
+  } else {
+    auto weights = widened_weights<true>(arrays, raw.weights);
+    if (step_unchecked(arrays, weights, widened(arrays.grad_dtype, raw.grads), states, scalars))
+      return store_weights<true>(arrays, first, weights);
+    for (int k = 0; k < count; ++k) {  // reads them anew: that saves registers
+      RawCoded<Rule, 1> element;
+      States<Rule, float, 1> its_states{};
+      load_coded(arrays, first + k, element);
+      step_coded(arrays, first + k, element, scales, its_states, scalars);
+      for_each_index<Rule::kStates>([&](auto i) { states.at[i].at[k] = its_states.at[i].at[0]; });
+    }
+  }
 }
 
 // A warp takes kQuantized elements from `begin` on, which share a scale in each state. The states' scales lie `blocks`
@@ -77,7 +88,7 @@ __device__ void step_coded(const Arrays<Rule>& arrays, uint32_t begin, uint32_t 
                            uint32_t blocks, const StepScalars<Rule, float>& scalars) {
   constexpr int shares = kQuantized / 32 / count;
   const uint32_t block = begin / kQuantized;
-  const auto place = [&](int k) { return int64_t{begin + threadIdx.x % 32 * count} + k * 32 * count; };
+  const auto place = [&](int k) { return begin + (k * 32 + threadIdx.x % 32) * count; };
   const auto is_inside = [&](int k) { return count > 1 || place(k) < size; };
   const auto for_each_state = [&](const auto& body) {
     for_each_index<Rule::kStates>([&](auto i) {
@@ -88,13 +99,10 @@ __device__ void step_coded(const Arrays<Rule>& arrays, uint32_t begin, uint32_t 
   States<Rule, float, count> all[shares]{};
 #pragma unroll
   for (int first = 0; first < shares; first += at_once) {
-    RawElements<Rule, count, Elements<int8_t, count>> raw[at_once];
+    RawCoded<Rule, count> raw[at_once];
 #pragma unroll
     for (int k = 0; k < at_once; ++k) {
-      const auto load_state = [&](const void* array) {
-        return load_once<count>(static_cast<const int8_t*>(array) + place(first + k));
-      };
-      if (is_inside(first + k)) load_elements(arrays, place(first + k), load_state, raw[k]);
+      if (is_inside(first + k)) load_coded(arrays, place(first + k), raw[k]);
     }
     for_each_state([&](auto i) { scales[i] = in_global(all_scales)[block + i * blocks]; });
     keep_order<count>();
