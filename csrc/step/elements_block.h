@@ -73,14 +73,16 @@ struct States {
   Elements<C, count> at[Rule::kStates];
 };
 
-template <class Rule, class C, int count>
-__device__ void step(Elements<C, count>& weights, const Elements<C, count>& grads, States<Rule, C, count>& states,
-                     bool has_optional, const StepScalars<Rule, C>& scalars) {
+// Number: what the formula computes with.
+template <class Number, class Rule, class C, int count>
+__device__ void apply_rule(Elements<C, count>& weights, const Elements<C, count>& grads, States<Rule, C, count>& states,
+                           bool has_optional, const StepScalars<Rule, C>& scalars) {
   for (int i = 0; i < count; ++i) {
-    C element_states[Rule::kStates];
+    Number weight = weights.at[i], grad = grads.at[i] * scalars.grad_factor, element_states[Rule::kStates];
     for_each_index<Rule::kStates>([&](auto k) { element_states[k] = states.at[k].at[i]; });
-    Rule::step(weights.at[i], grads.at[i] * scalars.grad_factor, element_states, has_optional, scalars.rule);
-    for_each_index<Rule::kStates>([&](auto k) { states.at[k].at[i] = element_states[k]; });
+    Rule::step(weight, grad, element_states, has_optional, scalars.rule);
+    weights.at[i] = static_cast<C>(weight);
+    for_each_index<Rule::kStates>([&](auto k) { states.at[k].at[i] = static_cast<C>(element_states[k]); });
   }
 }
 
@@ -113,7 +115,7 @@ template <class Rule, int count, class State>
 __device__ void step(const Arrays<Rule>& arrays, uint32_t first, const RawElements<Rule, count, State>& raw,
                      States<Rule, float, count>& states, const StepScalars<Rule, float>& scalars) {
   auto weights = widened_weights(arrays, raw.weights);
-  step(weights, widened(arrays.grad_dtype, raw.grads), states, arrays.has_optional, scalars);
+  apply_rule<float>(weights, widened(arrays.grad_dtype, raw.grads), states, arrays.has_optional, scalars);
   store_weights(arrays, first, weights);
 }
 

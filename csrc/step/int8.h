@@ -17,7 +17,7 @@
 
 namespace mpk {
 
-// Which signs a state's values may have. This decides how they are coded.
+// Which signs a state's values may have: not_negative excludes -0, too. This decides how they are coded.
 enum class Sign { any, not_negative };
 
 inline constexpr int kQuantized = 256;

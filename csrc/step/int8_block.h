@@ -21,28 +21,6 @@ __device__ void store_codes(void* array, uint32_t first, const Elements<float, c
   store(static_cast<int8_t*>(array) + first, codes);
 }
 
-// Steps, and returns whether all results are numbers. Else they may be wrong.
-template <class Rule, int count>
-__device__ bool step_unchecked(const Arrays<Rule>& arrays, Elements<float, count>& weights,
-                               const Elements<float, count>& grads, States<Rule, float, count>& states,
-                               const StepScalars<Rule, float>& scalars) {
-  bool has_nan = false;
-  for (int i = 0; i < count; ++i) {
-    Unchecked weight = weights.at[i], element_states[Rule::kStates];
-    for_each_index<Rule::kStates>([&](auto k) { element_states[k] = states.at[k].at[i]; });
-    Rule::step(weight, Unchecked(grads.at[i] * scalars.grad_factor), element_states, arrays.has_optional, scalars.rule);
-    weights.at[i] = weight.value;
-    bool is_nan = weight.value != weight.value;
-    for_each_index<Rule::kStates>([&](auto k) {
-      if (!arrays.has_state(k)) return;
-      const float number = states.at[k].at[i] = coded_number<Rule::kSigns[k]>(element_states[k]).value;
-      is_nan |= number != number;
-    });
-    has_nan |= is_nan;
-  }
-  return !has_nan;
-}
-
 template <class Rule, int count>
 using RawCoded = RawElements<Rule, count, Elements<int8_t, count>>;
 
@@ -62,23 +40,31 @@ __device__ void step_coded(const Arrays<Rule>& arrays, uint32_t first, const Raw
   for_each_index<Rule::kStates>([&](auto i) {
     if (arrays.has_state(i)) states.at[i] = decoded<Rule::kSigns[i]>(raw.states[i], scales[i]);
   });
-  if constexpr (count == 1) {
-    step(arrays, first, raw, states, scalars);
-    for_each_index<Rule::kStates>([&](auto i) {
-      if (arrays.has_state(i)) states.at[i].at[0] = coded_number<Rule::kSigns[i]>(states.at[i].at[0]);
-    });
-  } else {
-    auto weights = widened_weights<true>(arrays, raw.weights);
-    if (step_unchecked(arrays, weights, widened(arrays.grad_dtype, raw.grads), states, scalars))
-      return store_weights<true>(arrays, first, weights);
-    for (int k = 0; k < count; ++k) {  // reads them anew: that saves registers
-      RawCoded<Rule, 1> element;
-      States<Rule, float, 1> its_states{};
-      load_coded(arrays, first + k, element);
-      step_coded(arrays, first + k, element, scales, its_states, scalars);
-      for_each_index<Rule::kStates>([&](auto i) { states.at[i].at[k] = its_states.at[i].at[0]; });
+  using Number = std::conditional_t<count == 1, float, Unchecked>;
+  auto weights = widened_weights<count != 1>(arrays, raw.weights);
+  apply_rule<Number>(weights, widened(arrays.grad_dtype, raw.grads), states, arrays.has_optional, scalars);
+  bool has_nan = false;
+  for (const float weight : weights.at) has_nan |= weight != weight;
+  for_each_index<Rule::kStates>([&](auto i) {
+    if (!arrays.has_state(i)) return;
+    for (float& value : states.at[i].at) {
+      value = static_cast<float>(coded_number<Rule::kSigns[i]>(Number(value)));
+      has_nan |= value != value;
+    }
+  });
+  if constexpr (count != 1) {
+    if (has_nan) {  // then some numbers may be wrong; elements are read anew, which saves registers
+      for (int k = 0; k < count; ++k) {
+        RawCoded<Rule, 1> element;
+        States<Rule, float, 1> its_states{};
+        load_coded(arrays, first + k, element);
+        step_coded(arrays, first + k, element, scales, its_states, scalars);
+        for_each_index<Rule::kStates>([&](auto i) { states.at[i].at[k] = its_states.at[i].at[0]; });
+      }
+      return;
     }
   }
+  store_weights<count != 1>(arrays, first, weights);
 }
 
 // A warp takes kQuantized elements from `begin` on, which share a scale in each state. The states' scales lie `blocks`

@@ -39,6 +39,7 @@ struct Unchecked {
   float value;
 
   MPK_FN Unchecked(float value = 0) : value(value) {}
+  explicit MPK_FN operator float() const { return value; }
 
   friend MPK_FN Unchecked operator+(Unchecked a, Unchecked b) { return a.value + b.value; }
   friend MPK_FN Unchecked operator-(Unchecked a, Unchecked b) { return a.value - b.value; }
