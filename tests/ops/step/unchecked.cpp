@@ -123,6 +123,24 @@ static float random_number(int family) {
   return float_of(static_cast<uint32_t>(random));
 }
 
+static void check_quotient(float a, float b) {
+  const float quotient = (Unchecked(a) / b).value;
+  if (quotient == quotient) expect("quotient", a, b, quotient, a / b);
+}
+
+static void check_ranges(uint64_t elements) {
+  for (uint64_t i = 0; i < elements; ++i) {
+    error_of_rcp = kErrors[i % 3];
+    check_quotient(random_number(3), random_number(3));
+  }
+  for (int odd = 1; odd < 100; odd += 2) {  // odd * 2^-150, a midpoint, to which 1 / 3, rounded, doesn't lead
+    for (const int shift : {60, 100}) check_quotient(std::ldexp(3.0f * odd, shift - 150), std::ldexp(3.0f, shift));
+  }
+  expect("sign", NAN, 0, sign(Unchecked(NAN)).value, NAN);
+  expect("maximum", NAN, 0, maximum(Unchecked(NAN), 0.0f).value, NAN);
+  expect("maximum", 0, NAN, maximum(Unchecked(0.0f), NAN).value, NAN);
+}
+
 template <class Rule>
 static void check_rule(const typename Rule::Hyperparameters& group, bool has_optional, uint64_t elements) {
   for (uint64_t i = 0; i < elements; ++i) {
@@ -162,6 +180,7 @@ int main(int, char** arguments) {
   check_codes(every);
   check_quotients(every);
   if (missed_roots.size() > 12 || missed_quotients > 1) fail("misses", missed_roots.size(), missed_quotients, 13, 12);
+  check_ranges(elements);
   for (const bool has_optional : {false, true}) {
     check_rule<Adamw>({1e-3, 0.9, 0.999, 0.01, 1e-8}, has_optional, elements);
     check_rule<Adam>({1e-3, 0.9, 0.999, 0.01, 1e-8, 0}, has_optional, elements);
