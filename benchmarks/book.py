@@ -26,6 +26,7 @@ from mpkernels.bench import show
 from mpkernels.bench.results import Result
 
 ROOT = Path(__file__).parents[1]
+COUNTED = "tests/proof/gate/table.json"
 AIM = 1.5
 SIZES_DIFFER = "A row's cases are those of its newest run below, which may hold other sizes than the pictures above."
 BEGIN, END = "<!-- {} written by python -m benchmarks.book -->\n", "<!-- to here -->\n"
@@ -171,7 +172,7 @@ def readme(text: str, runs: dict[str, Session], fused: Iterable[Path] = ()) -> s
     return _filled("README.md", text, {"numbers": readme_numbers.numbers(_compared(runs), machines, fused)})
 
 
-def performance(text: str, runs: dict[str, Session], ruled: Iterable[Path] = ()) -> str:
+def performance(text: str, runs: dict[str, Session], ruled: Iterable[Path], counted: Path) -> str:
     """Return the text of docs/performance.md with new tables."""
     columns = {header: COLUMNS[header] for header in ("x torch [95 %]", "", "of best")}
     gpu_tables = (performance_page.of_gpu(*item, columns) for item in _by_device(runs).items())
@@ -179,6 +180,7 @@ def performance(text: str, runs: dict[str, Session], ruled: Iterable[Path] = ())
         "cpus": table(*performance_page.of_cpus(runs)),
         "gpus": chain.from_iterable(table(header, rows) for header, rows in gpu_tables if rows),
         "calls": chain.from_iterable(table(*performance_page.calls(path)) for path in ruled),
+        "loops": table(*performance_page.of_loops(counted)),
     }
     return _filled("docs/performance.md", text, parts)
 
@@ -227,13 +229,14 @@ def pages(root: Path) -> dict[Path, str]:
     runs = {path.stem: raw_samples.read(path) for path in sorted((here / "results").glob("*.json"))}
     charts = {here / "results" / f"{name}.svg": chart.draw(group(run.results)) for name, run in runs.items()}
     scaled, fused = (sorted((here / "results" / name).glob("*.json")) for name in ("scale", "models"))
+    ruled = sorted((here / "results" / "rule").glob("cuda-*.json"))
     front_page, page = root / "README.md", root / "docs" / "performance.md"
     for family in all_families(runs, fused):
         charts |= family.files(here / "pictures")
     return {
         here / "RESULTS.md": book(runs, scaled, fused),
         front_page: readme(front_page.read_text(), runs, fused),
-        page: performance(page.read_text(), runs, sorted((here / "results" / "rule").glob("cuda-*.json"))),
+        page: performance(page.read_text(), runs, ruled, root / COUNTED),
         **charts,
     }
 

@@ -1,4 +1,4 @@
-"""The tables of docs/performance.md: some cases on CPUs and on GPUs, and linear layers called one by one."""
+"""The tables of docs/performance.md: some cases on CPUs and GPUs, linear layers called one by one, counted loops."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -6,6 +6,10 @@ from pathlib import Path
 
 from benchmarks.raw_samples import Session
 from mpkernels.bench.results import Result
+
+COPIES = {"H200": 4.1e12, "H100": 3.0e12}  # bytes a second, measured on the H200
+ISSUED = 132 * 4 * 32 * 1.755e9  # threads' instructions a second: multiprocessors, their schedulers, a warp, the clock
+REACHED = 0.8  # of ISSUED, at best
 
 Table = tuple[list[str], list[list[str]]]  # header and rows
 
@@ -109,3 +113,20 @@ def _range(ratios: list[float]) -> str:
         return ""
     least, most = f"{min(ratios):.2f}", f"{max(ratios):.2f}"
     return least if least == most else f"{least} to {most}"
+
+
+def of_loops(path: Path) -> Table:
+    """Return what an element costs in each loop that the compile gate has counted, and which cost decides."""
+    counted = json.loads(path.read_text())["loops"]["kernels"]
+    header = ["", "instructions an element", "bytes an element", *(f"{chip}: bound by" for chip in COPIES)]
+    rows = []
+    for title, (loop,) in ((title, chips.values()) for title, chips in counted.items()):
+        shares = [share_of_time(loop, chip) for chip in COPIES]
+        bounds = [f"{'instructions' if share > REACHED else 'bytes'} ({share:.0%})" for share in shares]
+        rows.append([title, f"{loop['instructions'] / loop['elements']:.1f}", f"{loop['moved']:g}", *bounds])
+    return header, rows
+
+
+def share_of_time(loop: dict[str, float], chip: str) -> float:
+    """Return how long a loop's instructions take at the chip's full rate, as a share of its bytes' time in a copy."""
+    return loop["instructions"] / ISSUED / (loop["moved"] * loop["elements"] / COPIES[chip])

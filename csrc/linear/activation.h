@@ -1,5 +1,6 @@
 // The activations of linear_act: forward computes y from z; backward computes dz from dy and from what was saved, z or
-// y. NaN stays NaN. The formulas are those of mpkernels/ops/linear/activations.py.
+// y. NaN stays NaN. The formulas are those of mpkernels/ops/linear/activations.py; Math (common/math.h) has the
+// functions that they consist of.
 #pragma once
 
 #include "common/math.h"
@@ -44,19 +45,21 @@ struct Relu2 {
   }
 };
 
+template <class Math>
 struct Gelu {
   static constexpr Saves kSaves = Saves::z;
   template <class F>
   static MPK_FN F forward(F z) {
-    return z * normal(z).integral;
+    return z * Math::normal(z).integral;
   }
   template <class F>
   static MPK_FN F backward(F dy, F z) {
-    const Normal<F> at = normal(z);
+    const Normal<F> at = Math::normal(z);
     return dy * fused(z, at.density, at.integral);
   }
 };
 
+template <class Math>
 struct GeluTanh {
   static constexpr Saves kSaves = Saves::z;
   static constexpr float kLinear = 1.59576912f, kCubic = 0.0713548163f;  // 2 sqrt(2 / pi), and 0.044715 times that
@@ -68,34 +71,36 @@ struct GeluTanh {
   }
   template <class F>
   static MPK_FN F forward(F z) {
-    return z * logistic(z * fused(bounded_square(z), kCubic, kLinear)).of_z;
+    return z * Math::logistic(z * fused(bounded_square(z), kCubic, kLinear)).of_z;
   }
   template <class F>
   static MPK_FN F backward(F dy, F z) {
     const F square = bounded_square(z);
-    const Logistic<F> s = logistic(z * fused(square, kCubic, kLinear));
+    const Logistic<F> s = Math::logistic(z * fused(square, kCubic, kLinear));
     return dy * fused(z * s.of_z * s.of_minus_z, fused(square, 3 * kCubic, kLinear), s.of_z);
   }
 };
 
+template <class Math>
 struct Silu {
   static constexpr Saves kSaves = Saves::z;
   template <class F>
   static MPK_FN F forward(F z) {
-    return z * logistic(z).of_z;
+    return z * Math::logistic(z).of_z;
   }
   template <class F>
   static MPK_FN F backward(F dy, F z) {
-    const Logistic<F> s = logistic(z);
+    const Logistic<F> s = Math::logistic(z);
     return dy * (s.of_z * fused(z, s.of_minus_z, 1.0f));
   }
 };
 
+template <class Math>
 struct Sigmoid {
   static constexpr Saves kSaves = Saves::y;
   template <class F>
   static MPK_FN F forward(F z) {
-    return logistic(z).of_z;
+    return Math::logistic(z).of_z;
   }
   template <class F>
   static MPK_FN F backward(F dy, F y) {
@@ -103,11 +108,12 @@ struct Sigmoid {
   }
 };
 
+template <class Math>
 struct Tanh {
   static constexpr Saves kSaves = Saves::y;
   template <class F>
   static MPK_FN F forward(F z) {
-    return hyperbolic_tangent(z);
+    return Math::tanh(z);
   }
   template <class F>
   static MPK_FN F backward(F dy, F y) {
@@ -120,7 +126,7 @@ inline constexpr const char* kActivationNames[] = {"none", "relu",    "relu2", "
                                                    "silu", "sigmoid", "tanh"};  // in the order of Activation
 
 // Calls body with a value of the type that activation names. The only switch over activations.
-template <class Body>
+template <class Math = Fp32Math, class Body>
 MPK_FN auto with_activation(Activation activation, const Body& body) {
   switch (activation) {
     case Activation::relu:
@@ -128,15 +134,15 @@ MPK_FN auto with_activation(Activation activation, const Body& body) {
     case Activation::relu2:
       return body(Relu2{});
     case Activation::gelu:
-      return body(Gelu{});
+      return body(Gelu<Math>{});
     case Activation::gelu_tanh:
-      return body(GeluTanh{});
+      return body(GeluTanh<Math>{});
     case Activation::silu:
-      return body(Silu{});
+      return body(Silu<Math>{});
     case Activation::sigmoid:
-      return body(Sigmoid{});
+      return body(Sigmoid<Math>{});
     case Activation::tanh:
-      return body(Tanh{});
+      return body(Tanh<Math>{});
     default:
       return body(Identity{});
   }

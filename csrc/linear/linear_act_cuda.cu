@@ -4,17 +4,18 @@
 namespace mpk {
 
 template <class T, int count>
-__global__ void __launch_bounds__(kThreads, kBlocksAtOnce)
+__global__ void __launch_bounds__(kThreads, kForwardsAtOnce<T>)
     act_kernel(const T* z, T* y, Tiling tiling, Activation activation) {
   const Place<count> place(tiling);
   if (place.column >= tiling.columns) return;
-  with_activation(activation, [&](auto f) {
-    for (int64_t row = place.row; row < place.end; row += place.lines) {
-      const int64_t first = row * tiling.columns + place.column;
-      const auto known = load<count>(z + first);
-      Elements<T, count> rounded;
-      for (int i = 0; i < count; ++i) narrow(f.forward(widen(known.at[i])), rounded.at[i]);
-      store(y + first, rounded);
+  with_activation<MathOf<T>>(activation, [&](auto f) {
+    Rows<T, count, true> known(place, z, tiling.columns);
+    RoundedRows<T, count> made(place, y, tiling.columns);
+#pragma unroll 1
+    for (int row = 0; row < place.rows; ++row) {
+      Elements<float, count> values = known.read();
+      for (float& value : values.at) value = f.forward(value);
+      made.write(values);
     }
   });
 }
@@ -26,18 +27,20 @@ class ColumnSums {
  public:
   __device__ explicit ColumnSums(double (&memory)[kThreads * count]) : memory_(memory) {}
 
-  __device__ void add(int i, float value) { sum_.at[i] += value; }
-  __device__ void end_row() {
-    if (++rows_ % kRowsInFp32 != 0) return;
+  __device__ void add(const Elements<float, count>& row) {
+    for (int i = 0; i < count; ++i) sum_.at[i] += row.at[i];
+  }
+  __device__ void flush() {
     for (int i = 0; i < count; ++i) {
       double& total = memory_[i * kThreads + threadIdx.x];
-      total = (rows_ > kRowsInFp32 ? total : 0) + sum_.at[i];
+      total = (flushed_ ? total : 0) + sum_.at[i];
     }
     sum_ = {};
+    flushed_ = true;
   }
   // All of the block's threads take part.
   __device__ void store(const Place<count>& place, const Tiling& tiling, const Result& sums) {
-    if (rows_ >= kRowsInFp32) {
+    if (flushed_) {
       for (int i = 0; i < count; ++i) sum_.at[i] = static_cast<float>(memory_[i * kThreads + threadIdx.x] + sum_.at[i]);
     }
     __syncthreads();                              // memory_ holds lines' sums from here on
@@ -61,41 +64,39 @@ class ColumnSums {
  private:
   double (&memory_)[kThreads * count];
   Elements<float, count> sum_{};
-  int64_t rows_ = 0;
+  bool flushed_ = false;
 };
 
 // Makes dz, its sums over the rows of each block, and y from a saved z, where they are wanted. makes_y is a template
-// argument, so that a kernel without y has no instructions for it.
-// y in fp32 takes more registers than kBlocksAtOnce leaves, and so do 8 elements per thread.
-template <class T, int count, bool makes_y>
-__global__ void __launch_bounds__(kThreads, makes_y&& std::is_same_v<T, float> ? 2
-                                            : count == 8                       ? 3
-                                                                               : kBlocksAtOnce)
+// argument, so that a kernel without y has no instructions for it; y in fp32 takes more registers.
+template <class T, int count, bool packed, bool makes_y>
+__global__ void __launch_bounds__(kThreads, kIsIn16Bits<T> ? kBlocksAtOnce
+                                            : makes_y      ? 2
+                                                           : 3)
     act_backward_kernel(Strided dy, Strided saved, T* dz, T* y, Result sums, Tiling tiling, Activation activation) {
   __shared__ double memory[kThreads * count];
   const Place<count> place(tiling);
   ColumnSums<count> column_sums(memory);
   if (place.column < tiling.columns) {
-    with_activation(activation, [&](auto f) {
+    with_activation<MathOf<T>>(activation, [&](auto f) {
       constexpr Saves kSaves = decltype(f)::kSaves;
-      for (int64_t row = place.row; row < place.end; row += place.lines) {
-        Elements<T, count> grad, known{}, rounded, again;
-        const Reading<T, count> dy_reading{dy, grad};
-        if constexpr (kSaves == Saves::nothing) {
-          read_all<count>(row, place.column, dy_reading);
-        } else {
-          read_all<count>(row, place.column, dy_reading, Reading<T, count>{saved, known});
+      Rows<T, count, packed> grads(place, dy), known(place, saved);
+      RoundedRows<T, count> made(place, dz, tiling.columns), anew(place, y, tiling.columns);
+      for (int row = 0; row < place.rows;) {
+        const int end = min(place.rows, row + kRowsInFp32);
+#pragma unroll 1
+        for (; row < end; ++row) {
+          Elements<float, count> grad = grads.read(), from{};
+          if constexpr (kSaves != Saves::nothing) from = known.read();
+          for (int i = 0; i < count; ++i) grad.at[i] = f.backward(grad.at[i], from.at[i]);
+          column_sums.add(grad);
+          if (dz) made.write(grad);
+          if constexpr (makes_y && kSaves == Saves::z) {
+            for (float& value : from.at) value = f.forward(value);
+            anew.write(from);
+          }
         }
-        for (int i = 0; i < count; ++i) {
-          const float saved_value = widen(known.at[i]), wide = f.backward(widen(grad.at[i]), saved_value);
-          column_sums.add(i, wide);
-          narrow(wide, rounded.at[i]);
-          if constexpr (makes_y && kSaves == Saves::z) narrow(f.forward(saved_value), again.at[i]);
-        }
-        column_sums.end_row();
-        const int64_t first = row * tiling.columns + place.column;
-        if (dz) store(dz + first, rounded);
-        if constexpr (makes_y && kSaves == Saves::z) store(y + first, again);
+        if (row < place.rows) column_sums.flush();
       }
     });
   }
@@ -105,7 +106,7 @@ __global__ void __launch_bounds__(kThreads, makes_y&& std::is_same_v<T, float> ?
 cudaError_t act_cuda(Dtype dtype, const void* z, void* y, int64_t rows, int64_t columns, Activation activation,
                      cudaStream_t stream) {
   const Tiling tiling(rows, columns);
-  return with_elements(dtype, tiling, [&](auto zero, auto count) {
+  return with_elements(dtype, tiling, true, [&](auto zero, auto count, auto) {
     using T = decltype(zero);
     return launch(act_kernel<T, count>, tiling.blocks(), stream, static_cast<const T*>(z), static_cast<T*>(y), tiling,
                   activation);
@@ -116,9 +117,10 @@ int64_t count_row_blocks(int64_t rows, int64_t columns) { return Tiling(rows, co
 
 static cudaError_t act_backward(Dtype dtype, const Strided& dy, const Strided& saved, void* dz, void* y,
                                 const Result& sums, const Tiling& tiling, Activation activation, cudaStream_t stream) {
-  return with_elements(dtype, tiling, [&](auto zero, auto count) {
+  const bool packed = dy.is_packed && (saved.is_packed || !saved.data);
+  return with_elements(dtype, tiling, packed, [&](auto zero, auto count, auto packed) {
     using T = decltype(zero);
-    const auto kernel = y ? act_backward_kernel<T, count, true> : act_backward_kernel<T, count, false>;
+    const auto kernel = y ? act_backward_kernel<T, count, packed, true> : act_backward_kernel<T, count, packed, false>;
     return launch(kernel, tiling.blocks(), stream, dy, saved, static_cast<T*>(dz), static_cast<T*>(y), sums, tiling,
                   activation);
   });

@@ -6,9 +6,25 @@
 
 namespace mpk {
 
-inline constexpr int kElements = 8;      // per thread and row: 16 bytes in 16-bit formats, 32 in fp32
-inline constexpr int kBlocksAtOnce = 4;  // on a multiprocessor; more blocks would spill registers
-inline constexpr int kRowsInFp32 = 16;   // rows that are added one by one in fp32; 8 equal rows lose an eps
+inline constexpr int kElements = 8;     // per thread and row: 16 bytes in 16-bit formats, 32 in fp32
+inline constexpr int kRowsInFp32 = 16;  // rows that are added one by one in fp32; 8 equal rows lose an eps
+
+// How many threads a multiprocessor holds, on the smallest of the chips that this code runs on.
+#if !defined(__CUDA_ARCH__) || (__CUDA_ARCH__ >= 800 && __CUDA_ARCH__ < 1000)
+inline constexpr int kThreadsAtOnce = 2048;
+#else
+inline constexpr int kThreadsAtOnce = __CUDA_ARCH__ < 800 ? 1024 : 1536;
+#endif
+
+template <class T>
+inline constexpr bool kIsIn16Bits = sizeof(T) == 2;
+template <class T>
+using MathOf = std::conditional_t<kIsIn16Bits<T>, HalfMath, Fp32Math>;
+
+// How many blocks a multiprocessor runs at once. More would spill registers.
+inline constexpr int kBlocksAtOnce = 4;
+template <class T>
+inline constexpr int kForwardsAtOnce = kIsIn16Bits<T> ? kThreadsAtOnce / kThreads : kBlocksAtOnce;
 
 // A block's threads form lines of `across` threads, each of which takes `count` adjacent columns; the lines take turns
 // at the block's rows. The tiling depends on the matrix's shape alone, and so does the order of sums.
@@ -53,53 +69,86 @@ struct Place {
       : lines(kThreads / tiling.across),
         row_block(blockIdx.x / tiling.column_blocks),
         row(row_block * tiling.rows_of_block + threadIdx.x / tiling.across),
-        end(min((row_block + 1) * tiling.rows_of_block, tiling.rows)),
+        rows(static_cast<int>((min((row_block + 1) * tiling.rows_of_block, tiling.rows) - row + lines - 1) / lines)),
         first_column(int64_t{blockIdx.x % tiling.column_blocks} * tiling.across * count),
         column(first_column + threadIdx.x % tiling.across * count) {}
   int lines;
-  int64_t row_block, row, end, first_column, column;
+  int64_t row_block, row;
+  int rows;  // that the thread takes, from `row` on, `lines` apart
+  int64_t first_column, column;
 };
 
 template <class T, int count>
-__device__ Elements<T, count> read(const Strided& from, int64_t row, int64_t column) {
-  const T* const first = static_cast<const T*>(from.data) + row * from.row_stride + column * from.column_stride;
-  if constexpr (count > 1) {
-    if (from.is_packed) return load<count>(first);
-  }
-  Elements<T, count> elements;
-  for (int i = 0; i < count; ++i) elements.at[i] = in_global(first)[i * from.column_stride];
-  return elements;
-}
-
-// One of the matrices that read_all reads, and where its elements go.
-template <class T, int count>
-struct Reading {
-  const Strided& from;
-  Elements<T, count>& to;
-};
-
-// Reads the same place of all matrices. Packed ones are all loaded behind one branch: a load after a branch of its own
-// would wait for the load before it.
-template <int count, class... T>
-__device__ void read_all(int64_t row, int64_t column, const Reading<T, count>&... each) {
-  if constexpr (count > 1) {
-    if ((each.from.is_packed && ...)) {
-      ((each.to = load<count>(static_cast<const T*>(each.from.data) + row * each.from.row_stride + column)), ...);
-      return;
+__device__ Elements<float, count> widened(const Elements<T, count>& from) {
+  Elements<float, count> wide;
+  if constexpr (std::is_same_v<T, bf16> && count % 2 == 0) {  // by words, else nvcc 13 shifts a high half twice
+    const auto words = bit_cast<Elements<uint32_t, count / 2>>(from);
+    for (int i = 0; i < count; ++i) {
+      const uint32_t word = words.at[i / 2];
+      wide.at[i] = bit_cast<float>(i % 2 == 0 ? word << 16 : word & 0xffff0000u);
     }
+  } else {
+    for (int i = 0; i < count; ++i) wide.at[i] = widen(from.at[i]);
   }
-  ((each.to = read<T, count>(each.from, row, column)), ...);
+  return wide;
 }
 
-// Calls body with a value of the elements' type, and how many of them a thread takes at once.
+// Reads a thread's elements of one of its rows after the other. Addresses are added up, because products take longer.
+template <class T, int count, bool packed>
+class Rows {
+ public:
+  __device__ Rows(const Place<count>& place, const Strided& from)
+      : Rows(place, static_cast<const T*>(from.data), from.row_stride, from.column_stride) {}
+  __device__ Rows(const Place<count>& place, const T* from, int64_t row_stride, int64_t column_stride = 1)
+      : next_(from + place.row * row_stride + place.column * column_stride),
+        column_stride_(column_stride),
+        apart_(place.lines * row_stride) {}
+  __device__ Elements<float, count> read() {
+    Elements<T, count> elements;
+    if constexpr (packed) {
+      elements = load<count>(next_);
+    } else {
+      for (int i = 0; i < count; ++i) elements.at[i] = in_global(next_)[i * column_stride_];
+    }
+    next_ += apart_;
+    return widened(elements);
+  }
+
+ private:
+  const T* next_;
+  int64_t column_stride_, apart_;
+};
+
+// Rounds a thread's elements of one of its rows after the other, and stores them.
+template <class T, int count>
+class RoundedRows {
+ public:
+  __device__ RoundedRows(const Place<count>& place, T* to, int64_t row_stride)
+      : next_(to + place.row * row_stride + place.column), apart_(place.lines * row_stride) {}
+  __device__ void write(const Elements<float, count>& wide) {
+    Elements<T, count> rounded;
+    for (int i = 0; i < count; ++i) narrow(wide.at[i], rounded.at[i]);
+    store(next_, rounded);
+    next_ += apart_;
+  }
+
+ private:
+  T* next_;
+  int64_t apart_;
+};
+
+// Calls body with a value of the elements' type, how many of them a thread takes at once, and whether it reads so many
+// by one access.
 template <class Body>
-cudaError_t with_elements(Dtype dtype, const Tiling& tiling, const Body& body) {
+cudaError_t with_elements(Dtype dtype, const Tiling& tiling, bool packed, const Body& body) {
   return with_dtype(dtype, [&](auto zero) {
     if constexpr (std::is_same_v<decltype(zero), double>) {
       return cudaErrorInvalidValue;
     } else {
-      return tiling.count == 1 ? body(zero, std::integral_constant<int, 1>{})
-                               : body(zero, std::integral_constant<int, kElements>{});
+      const std::integral_constant<int, kElements> many;
+      return tiling.count == 1 ? body(zero, std::integral_constant<int, 1>{}, std::false_type{})
+             : packed          ? body(zero, many, std::true_type{})
+                               : body(zero, many, std::false_type{});
     }
   });
 }

@@ -77,19 +77,23 @@ def parameters(setting: Setting, dtype: torch.dtype) -> list[Parameter]:
     return params
 
 
-def bytes_of_our_step(grads_dtype: torch.dtype, state_dtype: torch.dtype = torch.float32, states: int = 2) -> float:
-    """Return how many bytes a step moves for each parameter. It reads the grads twice, for their norm and for the
-    update; it reads and writes the weight (4 bytes, a remainder among them) and the states. 256 states in 8 bits share
-    an fp32 scale."""
+def bytes_of_our_step(
+    dtype: torch.dtype, state_dtype: torch.dtype = torch.float32, states: int = 2, master: str = "split"
+) -> float:
+    """Return how many bytes a step moves for each parameter of a dtype, with a grad of that dtype. It reads the grads
+    twice, for their norm and for the update; it reads and writes the true weight (4 bytes, of which a split master's
+    weight is a part), a weight beside an fp32 master, and the states. 256 states in 8 bits share an fp32 scale."""
     of_states = states * (state_dtype.itemsize + (4 / 256 if state_dtype == torch.int8 else 0))
-    return 2 * grads_dtype.itemsize + 2 * (4 + of_states)
+    beside_master = dtype.itemsize if master == "fp32" and dtype != torch.float32 else 0
+    return 2 * dtype.itemsize + 2 * (4 + beside_master + of_states)
 
 
 def compare_steps(setting: Setting, theirs: MakeOptimizer, clock: str, states: int = 2, **options: Any) -> Pair:
     """Compare steps under a scaler. Our parameters have the setting's dtype, with split masters in 16 bits; torch's are
     fp32."""
     dtype, device = DTYPES[setting.dtype], setting.place.device
-    moved = bytes_of_our_step(dtype, options.get("state_dtype", torch.float32), states) * setting.sizes.elements
+    chosen = {name: options[name] for name in ("state_dtype", "master") if name in options}
+    moved = bytes_of_our_step(dtype, states=states, **chosen) * setting.sizes.elements
     return Pair(
         lambda: our_step(parameters(setting, dtype), device, **options).finish,
         lambda: torchs_step(parameters(setting, torch.float32), device, theirs, options.get("clips", True)).finish,

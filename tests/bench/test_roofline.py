@@ -11,13 +11,11 @@ from tests import ROOT
 from tests.optim.test_step_costs import COSTS, SIZE, Traffic, params_of
 
 
-@pytest.mark.parametrize(
-    ("dtype", "options", "kept", "moved"), [case for case in COSTS if "master" not in case[1]], ids=str
-)
+@pytest.mark.parametrize(("dtype", "options", "kept", "moved"), COSTS, ids=str)
 def test_the_bytes_that_benchmarks_assume_are_those_that_are_counted(dtype, options, kept, moved):
     state_dtype = options.get("state_dtype", torch.float32)
     scales = 4 * 4 / 256 if state_dtype == torch.int8 else 0  # the scales of two moments, read and written
-    assert steps.bytes_of_our_step(dtype, state_dtype) == moved + scales
+    assert steps.bytes_of_our_step(dtype, **options) == moved + scales
     assert optimizers.bytes_of_torchs_step() == 48
 
 

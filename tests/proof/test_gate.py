@@ -7,11 +7,21 @@ import pytest
 from triton.compiler import ASTSource
 from triton.runtime import JITFunction
 
-from tests.proof.gate import measure
+from benchmarks import performance_page
+from tests.proof.gate import limits, loops, measure
 from tests.proof.gate.launches import Launch
 from tests.proof.gate.limits import SHARED_LIMIT, Section, of_chips, regressions
 
-GOOD = {"registers": 40, "spills": 0, "stack": 0, "shared": 1024, "load128": 4, "HGMMA": 8, "loads": 5}
+GOOD = {
+    "registers": 40,
+    "spills": 0,
+    "stack": 0,
+    "shared": 1024,
+    "load128": 4,
+    "HGMMA": 8,
+    "loads": 5,
+    "instructions": 300,
+}
 KERNEL = "kernel", "sm_90"
 
 
@@ -35,6 +45,7 @@ def complaints(version="13.0", **changes):
         {"barriers": 1},
         {"fma": 1},
         {"fp64": 1},
+        {"instructions": 301},
     ],
     ids=str,
 )
@@ -118,6 +129,62 @@ def test_a_cubins_numbers_are_read(monkeypatch):
     kept = {"load128": 1, "store128": 1, "HGMMA": 1}
     bounded = {"loads": 2, "stores": 1, "atomics": 1, "barriers": 1, "fma": 1, "fp64": 2}
     assert measure._cubin_numbers("x.cubin") == {"kernel": used | kept | bounded}
+
+
+FORMULA = """
+struct Formula {
+  forward
+};
+struct Other {
+"""
+LOOPS = """
+.L_x_1:
+        /*0000*/                   LDG.E.64 R4, desc[UR4][R2.64] ;
+.L_x_2:
+        /*0010*/                   LDG.E.128.CONSTANT R8, desc[UR4][R2.64] ;
+        /*0020*/                   LDG.E.U8 R9, desc[UR4][R2.64] ;
+	//## File "PATH", line 3 inlined at "elsewhere.cu", line 5
+        /*0030*/               @P0 BRA `(.L_x_5) ;
+	//## File "elsewhere.cu", line 5
+        /*0040*/              @!P1 BRA `(.L_x_3) ;
+        /*0050*/                   MUFU.SQRT R9, R9 ;
+        /*0060*/                   MUFU.RCP R9, R9 ;
+.L_x_3:
+        /*0070*/                   STG.E.EF desc[UR4][R2.64], R8 ;
+        /*0080*/              @!P2 BRA `(.L_x_2) ;
+        /*0090*/               @P3 BRA `(.L_x_1) ;
+        /*00a0*/                   EXIT ;
+.L_x_5:
+        /*00b0*/                   MOV R1, R2 ;
+        /*00c0*/                   MOV R2, R3 ;
+        /*00d0*/                   BRA `(.L_x_3) ;
+"""
+
+
+def test_the_shortest_way_through_each_innermost_loop_counts(tmp_path):
+    path = tmp_path / "csrc" / "formula.h"
+    path.parent.mkdir()
+    path.write_text(FORMULA)
+    assert next(loops.innermost(LOOPS.replace("PATH", str(path)))) == loops.Code(
+        instructions=6, read=17, written=4, structs={"", "Formula"}
+    )
+
+
+def test_the_shortest_of_the_loops_that_look_like_the_wanted_one_counts():
+    compiled = [loops.Code(count, 8, 8, {"", struct}) for count, struct in ((9, "A"), (7, "A"), (5, "B"))]
+    wanted = loops.Loop("title", "source", "kernel", 4, 8, 8, elements=4, struct="A")
+    assert loops._numbers(wanted, compiled) == {"instructions": 7, "elements": 4, "moved": 4}
+    with pytest.raises(ValueError, match="none of the kernel's loops"):
+        loops._numbers(wanted._replace(read=16), compiled)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu"])
+def test_a_pass_over_16_bits_takes_less_time_for_its_instructions_than_for_its_bytes(activation):
+    """At the share of the chip's rate that is reached. The table holds what the compiler makes of the passes."""
+    counted = limits.read()["loops"].kernels
+    passes = [it for (title, _), it in counted.items() if title.partition(",")[0] == activation]
+    assert len(passes) >= 3
+    assert all(performance_page.share_of_time(it, "H200") < performance_page.REACHED for it in passes)
 
 
 @pytest.fixture

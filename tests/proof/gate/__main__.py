@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import triton
 
 import setup
-from tests.proof.gate import launches, limits, measure
+from tests.proof.gate import launches, limits, loops, measure
 from tests.proof.gate.limits import Kernels, Section
 
 
@@ -61,8 +61,8 @@ def main() -> int:
         print(f"gate: CUDA was left out: {cuda.left_out}")
     for line in problems:
         print(line)
-    compiled = ", ".join(f"{len(it.kernels)} by {compiler} {it.version}" for compiler, it in sections.items())
-    print(f"gate: compiled {compiled}; problems: {len(problems)}")
+    compiled = ", ".join(f"{compiler} {it.version}: {len(it.kernels)}" for compiler, it in sections.items())
+    print(f"gate: {compiled}; problems: {len(problems)}")
     return bool(problems)
 
 
@@ -79,8 +79,8 @@ def measure_all(cuda: setup.Cuda, chips: Sequence[str], may_reuse: bool) -> tupl
         begun = []
         if cuda.compile:
             begun += [_begin(pool, it) for it in _nvcc_jobs(cuda, may_reuse)]
-            version = setup.ask(shlex.split(cuda.compile)[0], "--version")[1]
-            sections["nvcc"] = Section(re.findall(r"V([\d.]+)", version)[0], {})
+            (version,) = re.findall(r"V([\d.]+)", setup.ask(shlex.split(cuda.compile)[0], "--version")[1])
+            sections |= {"nvcc": Section(version, {}), "loops": Section(version, {})}
         begun += [_begin(pool, _triton_job(i)) for i, it in enumerate(_launched) if it.chip in chips]
         for job, result in begun:
             try:
@@ -105,7 +105,8 @@ def _measure_launch(number: int) -> Kernels:
 
 def _nvcc_jobs(cuda: setup.Cuda, may_reuse: bool) -> list[Job]:
     sources = sorted(Path("csrc").rglob("*_cuda.cu"))
-    return [Job("nvcc", str(it), measure.cuda, (cuda.compile, it, may_reuse)) for it in sources]
+    whole = [Job("nvcc", str(it), measure.cuda, (cuda.compile, it, may_reuse)) for it in sources]
+    return whole + [Job("loops", it, loops.count, (cuda.compile, it)) for it in loops.SOURCES]
 
 
 def _begin(pool: ProcessPoolExecutor, job: Job) -> Begun:

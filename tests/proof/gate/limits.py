@@ -30,12 +30,12 @@ SHARED_LIMIT = {  # bytes for one block
     "sm_75": 65_536, "sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448, "sm_120": 101_376,
 }  # fmt: skip
 
-Numbers = dict[str, int]
+Numbers = dict[str, float]
 Kernels = dict[tuple[str, str], Numbers]  # (kernel, chip) -> numbers
 
 
 class Section(NamedTuple):
-    """The kernels of one compiler."""
+    """The kernels of one compiler, or some of their loops."""
 
     version: str
     kernels: Kernels
@@ -83,9 +83,9 @@ def regressions(measured: Section, table: Section) -> Iterator[str]:
 
 
 def _beyond_limits(got: Numbers, chip: str) -> Iterator[str]:
-    if got["spills"]:
+    if got.get("spills"):
         yield f"{got['spills']} spills"
-    if got["shared"] > SHARED_LIMIT[chip]:
+    if got.get("shared", 0) > SHARED_LIMIT[chip]:
         yield f"{got['shared']} bytes of shared memory, the chip has {SHARED_LIMIT[chip]}"
 
 
@@ -94,6 +94,6 @@ def _worse(got: Numbers, wanted: Numbers, comparable: bool) -> Iterator[str]:
         least = wanted.get(name, 0) if comparable else min(wanted.get(name, 0), 1)
         if got.get(name, 0) < least:
             yield f"{got.get(name, 0)} {name} instructions, the table has {wanted[name]}"
-    for name in ("registers", "stack", "shared", *BOUNDED):
+    for name in ("registers", "stack", "shared", "instructions", *BOUNDED):
         if comparable and got.get(name, 0) > wanted.get(name, 0):
             yield f"{name} {got[name]}, the table has {wanted.get(name, 0)}"

@@ -12,6 +12,8 @@ import setup
 from tests.proof.gate.launches import TARGETS, Launch
 from tests.proof.gate.limits import BOUNDED, KEPT, Kernels, Numbers
 
+INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@\S+ )?\s*([A-Z]\S*)")
+
 
 def triton(launch: Launch) -> Kernels:
     compiled = compile(launch.source, target=TARGETS[launch.chip], options=launch.options)
@@ -51,13 +53,10 @@ def built_before(command: str, source: Path) -> Path | None:
 
 def _cubin_numbers(cubin: str) -> dict[str, Numbers]:
     usage = output(knobs.nvidia.cuobjdump.path, "-res-usage", cubin)
-    # Without its analysis of the data flow, nvdisasm is faster than cuobjdump -sass, which always does it.
-    sass = re.split(r"^\.text\.(\S+):$", output(knobs.nvidia.nvdisasm.path, "-ndf", "-c", cubin), flags=re.MULTILINE)
-    listings = dict(zip(sass[1::2], sass[2::2], strict=True))
-    kernels = {}
+    kernels, codes = {}, listings(cubin)
     for name, *used in re.findall(r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", usage):
         registers, stack, shared, local = map(int, used)
-        instructions = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@\S+ )?\s*([A-Z]\S*)", listings[name])
+        instructions = INSTRUCTION.findall(codes[name])
         kernels[name] = {
             "registers": registers,
             "spills": sum(instruction.startswith(("LDL", "STL")) for instruction in instructions),
@@ -66,6 +65,14 @@ def _cubin_numbers(cubin: str) -> dict[str, Numbers]:
             **_count(instructions),
         }
     return kernels
+
+
+def listings(cubin: str, *options: str) -> dict[str, str]:
+    """Return the machine code of each kernel."""
+    # Without its analysis of the data flow, nvdisasm is faster than cuobjdump -sass, which always does it.
+    code = output(knobs.nvidia.nvdisasm.path, "-ndf", "-c", *options, cubin)
+    parts = re.split(r"^\.text\.(\S+):$", code, flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
 def _count(instructions: list[str]) -> Numbers:
