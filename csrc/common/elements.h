@@ -47,6 +47,21 @@ __device__ Elements<T, count> load_once(const T* address) {
   return bit_cast<Elements<T, count>>(raw);
 }
 
+template <class T, int count>
+__device__ Elements<float, count> widened(const Elements<T, count>& from) {
+  Elements<float, count> wide;
+  if constexpr (std::is_same_v<T, bf16> && count % 2 == 0) {  // by words, else nvcc 13 shifts a high half twice
+    const auto words = bit_cast<Elements<uint32_t, count / 2>>(from);
+    for (int i = 0; i < count; ++i) {
+      const uint32_t word = words.at[i / 2];
+      wide.at[i] = bit_cast<float>(i % 2 == 0 ? word << 16 : word & 0xffff0000u);
+    }
+  } else {
+    for (int i = 0; i < count; ++i) wide.at[i] = widen(from.at[i]);
+  }
+  return wide;
+}
+
 // Elements as they lie in memory, in 32 bits or in 16. Load all arrays before widening any: a load after a dtype branch
 // waits for earlier loads, as it would if both widths shared registers.
 template <int count>
@@ -69,11 +84,8 @@ __device__ Raw<count> load_raw(Dtype dtype, const void* array, int64_t first) {
 template <int count>
 __device__ Elements<float, count> widened(Dtype dtype, const Raw<count>& raw) {
   if (dtype == Dtype::f32) return bit_cast<Elements<float, count>>(raw.words);
-  Elements<float, count> wide;
-  for (int i = 0; i < count; ++i) {
-    wide.at[i] = dtype == Dtype::b16 ? widen(bf16{raw.halves.at[i]}) : widen(fp16{raw.halves.at[i]});
-  }
-  return wide;
+  return dtype == Dtype::b16 ? widened(bit_cast<Elements<bf16, count>>(raw.halves))
+                             : widened(bit_cast<Elements<fp16, count>>(raw.halves));
 }
 
 template <int count>

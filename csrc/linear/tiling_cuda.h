@@ -78,21 +78,6 @@ struct Place {
   int64_t first_column, column;
 };
 
-template <class T, int count>
-__device__ Elements<float, count> widened(const Elements<T, count>& from) {
-  Elements<float, count> wide;
-  if constexpr (std::is_same_v<T, bf16> && count % 2 == 0) {  // by words, else nvcc 13 shifts a high half twice
-    const auto words = bit_cast<Elements<uint32_t, count / 2>>(from);
-    for (int i = 0; i < count; ++i) {
-      const uint32_t word = words.at[i / 2];
-      wide.at[i] = bit_cast<float>(i % 2 == 0 ? word << 16 : word & 0xffff0000u);
-    }
-  } else {
-    for (int i = 0; i < count; ++i) wide.at[i] = widen(from.at[i]);
-  }
-  return wide;
-}
-
 // Reads a thread's elements of one of its rows after the other. Addresses are added up, because products take longer.
 template <class T, int count, bool packed>
 class Rows {

@@ -21,20 +21,25 @@ __device__ RawWeights<count> load_weights(const Arrays<Rule>& arrays, uint32_t f
   return raw;
 }
 
-template <int count>
+template <bool are_numbers, int count>
 __device__ Elements<float, count> joined(Dtype dtype, const RawWeights<count>& raw) {
+  const auto in_upper_halves = [](const Elements<uint16_t, count>& halves) {
+    return bit_cast<Elements<uint32_t, count>>(widened(bit_cast<Elements<bf16, count>>(halves)));
+  };
+  const auto params = in_upper_halves(raw.param.halves), remainders = in_upper_halves(raw.master.halves);
   Elements<float, count> master;
   const auto join_all = [&](const auto& join) {
     for (int i = 0; i < count; ++i)
-      master.at[i] = bit_cast<float>(join(Split<uint32_t>{raw.param.halves.at[i], raw.master.halves.at[i]}));
+      master.at[i] = bit_cast<float>(join(Split<uint32_t>{params.at[i] >> 16, remainders.at[i] >> 16}));
   };
-  dtype == Dtype::b16 ? join_all(join_bf16<uint32_t>) : join_all(join_fp16<float>);
+  dtype == Dtype::b16 ? join_all(join_bf16<uint32_t, are_numbers>) : join_all(join_fp16<float>);
   return master;
 }
 
-template <int count, class Rule>
+// are_numbers: whether masters that are NaN may come out wrong, but as NaN.
+template <bool are_numbers = false, int count, class Rule>
 __device__ Elements<float, count> widened_weights(const Arrays<Rule>& arrays, const RawWeights<count>& raw) {
-  if (arrays.master_kind == Master::split) return joined(arrays.param_dtype, raw);
+  if (arrays.master_kind == Master::split) return joined<are_numbers>(arrays.param_dtype, raw);
   auto weights = widened(arrays.param_dtype, raw.param);
   if (arrays.master_kind == Master::fp32) {
     const auto copies = bit_cast<Elements<float, count>>(raw.master.words);
@@ -43,7 +48,7 @@ __device__ Elements<float, count> widened_weights(const Arrays<Rule>& arrays, co
   return weights;
 }
 
-template <int count, class Rule>
+template <bool are_numbers = false, int count, class Rule>
 __device__ void store_weights(const Arrays<Rule>& arrays, uint32_t first, const Elements<float, count>& weights) {
   if (arrays.master_kind == Master::split) {
     Elements<uint16_t, count> rounded, remainder;
@@ -54,7 +59,7 @@ __device__ void store_weights(const Arrays<Rule>& arrays, uint32_t first, const 
         remainder.at[i] = static_cast<uint16_t>(halves.remainder);
       }
     };
-    arrays.param_dtype == Dtype::b16 ? split_all(split_bf16<uint32_t>) : split_all(split_fp16<float>);
+    arrays.param_dtype == Dtype::b16 ? split_all(split_bf16<uint32_t, are_numbers>) : split_all(split_fp16<float>);
     store(reinterpret_cast<uint16_t*>(arrays.param) + first, rounded);
     store(reinterpret_cast<uint16_t*>(arrays.master) + first, remainder);
     return;
@@ -68,14 +73,16 @@ struct States {
   Elements<C, count> at[Rule::kStates];
 };
 
-template <class Rule, class C, int count>
-__device__ void step(Elements<C, count>& weights, const Elements<C, count>& grads, States<Rule, C, count>& states,
-                     bool has_optional, const StepScalars<Rule, C>& scalars) {
+// Number: what the formula computes with.
+template <class Number, class Rule, class C, int count>
+__device__ void apply_rule(Elements<C, count>& weights, const Elements<C, count>& grads, States<Rule, C, count>& states,
+                           bool has_optional, const StepScalars<Rule, C>& scalars) {
   for (int i = 0; i < count; ++i) {
-    C element_states[Rule::kStates];
+    Number weight = weights.at[i], grad = grads.at[i] * scalars.grad_factor, element_states[Rule::kStates];
     for_each_index<Rule::kStates>([&](auto k) { element_states[k] = states.at[k].at[i]; });
-    Rule::step(weights.at[i], grads.at[i] * scalars.grad_factor, element_states, has_optional, scalars.rule);
-    for_each_index<Rule::kStates>([&](auto k) { states.at[k].at[i] = element_states[k]; });
+    Rule::step(weight, grad, element_states, has_optional, scalars.rule);
+    weights.at[i] = static_cast<C>(weight);
+    for_each_index<Rule::kStates>([&](auto k) { states.at[k].at[i] = static_cast<C>(element_states[k]); });
   }
 }
 
@@ -108,7 +115,7 @@ template <class Rule, int count, class State>
 __device__ void step(const Arrays<Rule>& arrays, uint32_t first, const RawElements<Rule, count, State>& raw,
                      States<Rule, float, count>& states, const StepScalars<Rule, float>& scalars) {
   auto weights = widened_weights(arrays, raw.weights);
-  step(weights, widened(arrays.grad_dtype, raw.grads), states, arrays.has_optional, scalars);
+  apply_rule<float>(weights, widened(arrays.grad_dtype, raw.grads), states, arrays.has_optional, scalars);
   store_weights(arrays, first, weights);
 }
 

@@ -17,7 +17,7 @@
 
 namespace mpk {
 
-// Which signs a state's values may have. This decides how they are coded.
+// Which signs a state's values may have: not_negative excludes -0, too. This decides how they are coded.
 enum class Sign { any, not_negative };
 
 inline constexpr int kQuantized = 256;
@@ -47,20 +47,26 @@ MPK_FN F coded_number(F value) {
     return SquareRoot<F>::of(value);
 }
 
+// The magnitude of a coded number, as an integer (see magnitude).
+template <Sign sign, class F, class U = Bits<F>>
+MPK_FN U coded_magnitude(F number) {
+  return sign == Sign::any ? magnitude(number) : bit_cast<U>(number);
+}
+
 // largest: the largest magnitude among a block's coded numbers.
 MPK_FN float scale_of(float largest) { return largest < kSmallestScale ? 0.0f : largest; }
 
 MPK_FN float inverse_of(float scale) { return scale == 0 ? 0.0f : 1 / scale; }
 
 // The last byte of the result is the code. NaN becomes 0, because NaN is not larger than any number.
-template <Sign sign, class F, class U = Bits<F>>
+template <Sign sign, class Root, class F, class U = Bits<F>>
 MPK_FN U encode(F number, float inverse) {
   if constexpr (sign == Sign::any) {
-    const F steps = larger(SquareRoot<F>::of(absolute(number) * inverse) * 127.0f, F{});
+    const F steps = larger(Root::of(absolute(number) * inverse) * 127.0f, F{});
     const U sign_bit = bit_cast<U>(number) & 0x80000000u;
     return bit_cast<U>(bit_cast<F>(bit_cast<U>(steps) | sign_bit) + kIntegers);
   } else {
-    const F steps = larger(SquareRoot<F>::of(number * inverse) * 255.0f, F{} + 1.0f);
+    const F steps = larger(Root::of(number * inverse) * 255.0f, F{} + 1.0f);
     return bit_cast<U>((number > 0.0f ? steps : F{}) + (kIntegers - 128.0f));
   }
 }

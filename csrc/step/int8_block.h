@@ -2,6 +2,7 @@
 #pragma once
 
 #include "step/elements_block.h"
+#include "step/unchecked.h"
 
 namespace mpk {
 
@@ -16,24 +17,54 @@ template <Sign sign, int count>
 __device__ void store_codes(void* array, uint32_t first, const Elements<float, count>& numbers, float inverse) {
   Elements<int8_t, count> codes;
   for (int i = 0; i < count; ++i)
-    codes.at[i] = static_cast<int8_t>(static_cast<uint8_t>(encode<sign>(numbers.at[i], inverse)));
+    codes.at[i] = static_cast<int8_t>(static_cast<uint8_t>(encode<sign, NearRoot>(numbers.at[i], inverse)));
   store(static_cast<int8_t*>(array) + first, codes);
+}
+
+template <class Rule, int count>
+using RawCoded = RawElements<Rule, count, Elements<int8_t, count>>;
+
+template <class Rule, int count>
+__device__ void load_coded(const Arrays<Rule>& arrays, uint32_t first, RawCoded<Rule, count>& raw) {
+  const auto load_state = [&](const void* array) {
+    return load_once<count>(static_cast<const int8_t*>(array) + first);
+  };
+  load_elements(arrays, first, load_state, raw);
 }
 
 // Leaves the numbers that are to be coded in `states`.
 template <class Rule, int count>
-__device__ void step_coded(const Arrays<Rule>& arrays, uint32_t first,
-                           const RawElements<Rule, count, Elements<int8_t, count>>& raw,
+__device__ void step_coded(const Arrays<Rule>& arrays, uint32_t first, const RawCoded<Rule, count>& raw,
                            const float (&scales)[Rule::kStates], States<Rule, float, count>& states,
                            const StepScalars<Rule, float>& scalars) {
   for_each_index<Rule::kStates>([&](auto i) {
     if (arrays.has_state(i)) states.at[i] = decoded<Rule::kSigns[i]>(raw.states[i], scales[i]);
   });
-  step(arrays, first, raw, states, scalars);
+  using Number = std::conditional_t<count == 1, float, Unchecked>;
+  auto weights = widened_weights<count != 1>(arrays, raw.weights);
+  apply_rule<Number>(weights, widened(arrays.grad_dtype, raw.grads), states, arrays.has_optional, scalars);
+  bool has_nan = false;
+  for (const float weight : weights.at) has_nan |= weight != weight;
   for_each_index<Rule::kStates>([&](auto i) {
     if (!arrays.has_state(i)) return;
-    for (float& value : states.at[i].at) value = coded_number<Rule::kSigns[i]>(value);
+    for (float& value : states.at[i].at) {
+      value = static_cast<float>(coded_number<Rule::kSigns[i]>(Number(value)));
+      has_nan |= value != value;
+    }
   });
+  if constexpr (count != 1) {
+    if (has_nan) {  // then some numbers may be wrong; elements are read anew, which saves registers
+      for (int k = 0; k < count; ++k) {
+        RawCoded<Rule, 1> element;
+        States<Rule, float, 1> its_states{};
+        load_coded(arrays, first + k, element);
+        step_coded(arrays, first + k, element, scales, its_states, scalars);
+        for_each_index<Rule::kStates>([&](auto i) { states.at[i].at[k] = its_states.at[i].at[0]; });
+      }
+      return;
+    }
+  }
+  store_weights<count != 1>(arrays, first, weights);
 }
 
 // A warp takes kQuantized elements from `begin` on, which share a scale in each state. The states' scales lie `blocks`
@@ -54,13 +85,10 @@ __device__ void step_coded(const Arrays<Rule>& arrays, uint32_t begin, uint32_t 
   States<Rule, float, count> all[shares]{};
 #pragma unroll
   for (int first = 0; first < shares; first += at_once) {
-    RawElements<Rule, count, Elements<int8_t, count>> raw[at_once];
+    RawCoded<Rule, count> raw[at_once];
 #pragma unroll
     for (int k = 0; k < at_once; ++k) {
-      const auto load_state = [&](const void* array) {
-        return load_once<count>(static_cast<const int8_t*>(array) + place(first + k));
-      };
-      if (is_inside(first + k)) load_elements(arrays, place(first + k), load_state, raw[k]);
+      if (is_inside(first + k)) load_coded(arrays, place(first + k), raw[k]);
     }
     for_each_state([&](auto i) { scales[i] = in_global(all_scales)[block + i * blocks]; });
     keep_order<count>();
@@ -73,7 +101,7 @@ __device__ void step_coded(const Arrays<Rule>& arrays, uint32_t begin, uint32_t 
   for_each_state([&](auto i) {
     uint32_t largest = 0;  // as bits: one instruction finds a warp's largest integer
     for (const States<Rule, float, count>& states : all) {
-      for (const float number : states.at[i].at) largest = larger(largest, magnitude(number));
+      for (const float number : states.at[i].at) largest = larger(largest, coded_magnitude<Rule::kSigns[i]>(number));
     }
     scales[i] = scale_of(bit_cast<float>(warp_max(largest)));  // by now all lanes have read the old scale
     inverse[i] = inverse_of(scales[i]);

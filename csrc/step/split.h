@@ -26,10 +26,11 @@ struct Split {
   U remainder;  // 16 bits, in the low half of each word
 };
 
-template <class U>
+// is_number: whether a NaN, which would round to inf, is out of the question.
+template <class U, bool is_number = false>
 MPK_FN Split<U> split_bf16(U master) {
-  const U kept = IsNan<U>::of(master) ? (master & 0xffff0000u) | 0x400000u : master;  // a NaN would round to inf
-  return {(kept + 0x8000u) >> 16, kept & 0xffffu};
+  if constexpr (!is_number) master = IsNan<U>::of(master) ? (master & 0xffff0000u) | 0x400000u : master;
+  return {(master + 0x8000u) >> 16, master & 0xffffu};
 }
 
 template <class U>
@@ -38,10 +39,11 @@ MPK_FN U magnitude_of(U bits) {
 }
 
 // A joined master beyond 0 or beyond inf has the bits of a NaN.
-template <class U>
+template <class U, bool is_number = false>
 MPK_FN U join_bf16(const Split<U>& split) {
   const U weight = split.weight << 16;
   const U joined = weight + ((split.remainder ^ 0x8000u) - 0x8000u);  // the remainder's sign, carried through
+  if constexpr (is_number) return joined;
   return IsNan<U>::of(joined) ? weight : joined;
 }
 

@@ -66,7 +66,7 @@ __device__ void step_fp64(const StepRow& row, const Span& span, const StepScalar
       });
     };
     for_each_state([&](auto k) { states.at[k] = load<1>(at(row.states[k])); });
-    step(weight, grad, states, has_optional, scalars);
+    apply_rule<double>(weight, grad, states, has_optional, scalars);
     store(at(row.param), weight);
     for_each_state([&](auto k) { store(at(row.states[k]), states.at[k]); });
   }

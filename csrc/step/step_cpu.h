@@ -247,15 +247,16 @@ static void step_codes(const StepRow& row, const Arrays<Rule>& arrays, int64_t s
   Words largest[Rule::kStates]{};
   step_vectors<has_optional>(numbers, size, scalars, [&](auto k, Floats state) {
     const Floats number = coded_number<Rule::kSigns[k]>(state);  // if a root, the formula has taken it, too
-    largest[k] = larger(largest[k], magnitude(number));
+    largest[k] = larger(largest[k], coded_magnitude<Rule::kSigns[k]>(number));
     return number;
   });
   pack_weights(row, numbers.param, size, arrays);
   float inverse[Rule::kStates];
   for (int k = 0; k < count; ++k) inverse[k] = inverse_of(scales[k * stride] = scale_of(largest_of(largest[k])));
   for (int64_t i = 0; i < size; i += kLanes)
-    for_each_index<count>(
-        [&](auto k) { store(codes(k) + i, encode<Rule::kSigns[k]>(load(numbers.states[k] + i), inverse[k])); });
+    for_each_index<count>([&](auto k) {
+      store(codes(k) + i, encode<Rule::kSigns[k], SquareRoot<Floats>>(load(numbers.states[k] + i), inverse[k]));
+    });
 }
 
 template <class Rule>

@@ -143,6 +143,7 @@ LOOPS = """
 .L_x_2:
         /*0010*/                   LDG.E.128.CONSTANT R8, desc[UR4][R2.64] ;
         /*0020*/                   LDG.E.U8 R9, desc[UR4][R2.64] ;
+        /*0028*/                   BRA.DIV UR4, `(.L_x_5) ;
 	//## File "PATH", line 3 inlined at "elsewhere.cu", line 5
         /*0030*/               @P0 BRA `(.L_x_5) ;
 	//## File "elsewhere.cu", line 5
@@ -166,7 +167,7 @@ def test_the_shortest_way_through_each_innermost_loop_counts(tmp_path):
     path.parent.mkdir()
     path.write_text(FORMULA)
     assert next(loops.innermost(LOOPS.replace("PATH", str(path)))) == loops.Code(
-        instructions=6, read=17, written=4, structs={"", "Formula"}
+        instructions=7, read=17, written=4, structs={"", "Formula"}
     )
 
 
@@ -185,6 +186,13 @@ def test_a_pass_over_16_bits_takes_less_time_for_its_instructions_than_for_its_b
     passes = [it for (title, _), it in counted.items() if title.partition(",")[0] == activation]
     assert len(passes) >= 3
     assert all(performance_page.share_of_time(it, "H200") < performance_page.REACHED for it in passes)
+
+
+def test_a_step_of_8_bit_states_takes_less_time_for_its_instructions_than_for_its_bytes():
+    """At nine tenths of the chip's rate."""
+    steps = [it for (title, _), it in limits.read()["loops"].kernels.items() if "8-bit" in title]
+    assert len(steps) == 2
+    assert all(performance_page.share_of_time(it, "H200") <= 0.9 for it in steps)
 
 
 @pytest.fixture
