@@ -259,7 +259,8 @@ def test_a_mixed_model_can_be_fused_and_come_back(unfuses_first):
     copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
     for it, ops in ((model, ["mlp"]), *((copied, []) for copied in copies)):
         with recorded_ops() as ran:
-            assert_close(it(X), want)
+            error = it(X).float() - want.float()
+        assert error.norm() <= 6 * 2**-9 * want.float().norm()  # each way rounds z, h and y, by 2^-9 at most
         assert ran == ops
     if unfuses_first:
         unfuse(model)
