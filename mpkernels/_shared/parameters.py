@@ -88,9 +88,12 @@ def real_values(tensor: Tensor) -> Tensor:
 
 def real_memory(tensor: Tensor) -> Tensor:
     """Return a view of the same memory: real numbers, without the signs that a conjugated or negated view gives them.
-    Those don't matter for norms and scaling."""
-    bare = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return real(bare.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()))
+    Those don't matter for norms and scaling. Autograd doesn't hear of writes to the memory of a negated view."""
+    tensor = tensor.conj() if tensor.is_conj() else tensor
+    if tensor.is_neg():
+        bare = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        tensor = bare.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+    return real(tensor)
 
 
 def set_grad_dtype(param: Tensor, dtype: torch.dtype | None) -> None:

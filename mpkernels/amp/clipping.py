@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from mpkernels._shared.parameters import by_device, put_on, real_memory, sum_of
 from mpkernels._torch_private.ops import foreach_mul_
@@ -153,6 +154,7 @@ def _scale(grads: Sequence[Tensor], coefficient: Tensor) -> None:
                 if not any(map(Tensor.is_neg, same)):  # torch changes no list of negated views
                     raise
                 _multiply(list(map(real_memory, same)), dtype, factor)
+                increment_version(same)
 
 
 def _multiply(grads: list[Tensor], dtype: torch.dtype, factor: Tensor) -> None:

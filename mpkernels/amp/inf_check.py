@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from mpkernels._shared.parameters import by_device, params_of, put_on, real_memory, unwrapped
@@ -35,8 +36,10 @@ def unscale_(grads: Grads, inv_scale: Tensor, attempts: dict[torch.device, Attem
             except (RuntimeError, TypeError):
                 if not any(it.is_complex() or it.is_neg() for it in grads_there):
                     raise
-                grads_there[:] = map(real_memory, grads_there)
+                as_users_have_them = list(grads_there)
+                grads_there[:] = map(real_memory, grads_there)  # also for who reports on them
                 unscale(grads_there)
+                increment_version(as_users_have_them)
     return _together([attempts[device].found_inf for device in grads], inv_scale.device)
 
 

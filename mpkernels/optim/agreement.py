@@ -43,7 +43,7 @@ class Agreement:
         self._name = name  # of the optimizer's class, for errors
         self.parts: meshes.Parts | None = None  # the processes that hold the other parts of DTensors
         self.has_parts = False  # whether other processes hold parts of the parameters: DTensors, or FSDP1's
-        self.has_16_bit_parameters = False  # among all, because a process without grads decides as the others do
+        self.has_16_bit_parameters = False  # also without a grad: a process without grads decides as the others do
         self.early: EarlyAnswer | None = None  # from before hooks run until the step
         self.failures: Readback | None = None  # how many processes have failed in the last common step
 

@@ -104,7 +104,7 @@ class Masters(SkippingOptimizer):
         try:
             wrappable.check_group(self.param_groups[-1])
             self._wide_weights.cover(self.wrapped, self.param_groups[-1]["params"])
-        except ValueError:
+        except BaseException:
             self.param_groups.pop()
             raise
         end_earlier_releases("Masters", self.param_groups[-1]["params"])

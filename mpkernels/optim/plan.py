@@ -29,6 +29,8 @@ State = dict[str, Tensor]
 class Plan:
     """The parameters of one device, group after group, with the methods that check their grads and step them."""
 
+    has_grads = True
+
     def __init__(
         self,
         rule: OptimizerRule,
@@ -136,15 +138,16 @@ class Plan:
         """Return what a step takes beside its lists of tensors: hyperparameters of each group, and the verdict."""
         by_name = list(zip(*map(self._rule.hyperparameters, self.groups), strict=True))
         count = self._ops.rule.tensors
-        has_tensors = any(isinstance(x, Tensor) for values in by_name[:count] for x in values)
+        numbers: list[Any] = by_name
+        tensors: list[Tensor] = []
+        if any(isinstance(x, Tensor) for values in by_name[:count] for x in values):
+            tensors = self._on_device(by_name[:count])
+            numbers = [[0.0 if self._is_read_in_place(x) else x for x in values] for values in by_name[:count]]
+            numbers += by_name[count:]
         return (
-            *(
-                [0.0 if has_tensors and self._is_read_in_place(x) else float(x) for x in values]
-                for values in by_name[:count]
-            ),
-            *(list(map(float, values)) for values in by_name[count:]),
+            *map(list, numbers),  # the op's schema makes them floats, and refuses text, which float() takes
             [bool(group["maximize"]) for group in self.groups],
-            self._on_device(by_name[:count]) if has_tensors else [],
+            tensors,
             *(None if it is None else put_on(self.device, it) for it in verdict[:3]),
             *(max_norm or math.inf, verdict.outcome, skipped_steps, self.report),
         )

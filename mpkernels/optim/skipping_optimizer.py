@@ -163,13 +163,10 @@ class SkippingOptimizer(torch.optim.Optimizer):
                 self._newest_skip.send(vector[1] if is_skipped is None else torch.tensor(float(is_skipped)))
 
     def handed_over(self) -> Handed:
-        """Return what the scaler that this step is under has handed over: ours, or torch's, by attributes."""
+        """Return what the scaler that this step is under has handed over."""
         if self._handed is not None:
             return self._handed
-        found_inf = getattr(self, "found_inf", None)
-        scaler = None if found_inf is None else self._scaler
-        peers = None if scaler is None else torch_scalers.processes_of(scaler)
-        return Handed(getattr(self, "grad_scale", None), found_inf, peers, scaler=scaler)
+        return torch_scalers.handed_over(self, self._scaler)
 
     def _look(
         self, params: list[Tensor], sharded: bool, handed: Handed, may_step: bool = False
@@ -182,7 +179,8 @@ class SkippingOptimizer(torch.optim.Optimizer):
             grads: list[Any] = settled_grads(params) if sharded else [param.grad for param in params]
             plans, grads = self._plans_for(params, grads)
             guarded, processes = self._deciders(plans, params, handed)
-            if not (guarded or handed.found_inf is not None) or (not plans and processes is None):
+            is_idle = processes is None and not any(plan.has_grads for plan in plans)
+            if is_idle or not (guarded or handed.found_inf is not None):
                 return plans, grads, Verdict(handed.grad_scale), None
             device = plans[0].device if plans or processes is None else processes.device_of(params)
             if not torch.compiler.is_compiling():

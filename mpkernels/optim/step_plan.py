@@ -21,6 +21,7 @@ class StepPlan(Protocol):
 
     device: torch.device  # of the norm and the verdict
     has_16_bit_parameters: bool
+    has_grads: bool  # whether there is anything to look at
 
     def look(self, grads: list[Any]) -> tuple[Tensor, Tensor]:
         """Return the sum of the grads' squares, and whether one holds an inf or NaN."""

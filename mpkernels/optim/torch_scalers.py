@@ -1,5 +1,5 @@
 """torch's scalers as they are: they read an attribute of an optimizer to know whether it unscales and skips by itself,
-they hand over by attributes, and they know nothing of other processes. No other file serves that."""
+they hand over by attributes, and they know nothing of other processes."""
 
 import sys
 from typing import Any
@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from mpkernels.distributed.processes import Processes, are_several
 from mpkernels.optim import step_hooks
+from mpkernels.optim.under_scaler import Handed
 
 
 class TakesScale:
@@ -29,6 +30,8 @@ class TakesScale:
         if optimizer is None:
             return True
         are_seen = step_hooks.see_grads(optimizer)
+        if not are_seen:
+            optimizer._agreement.early = None  # of a step that a hook broke off, before all hooks were removed
         is_alone = not (distributed.is_available() and distributed.is_initialized())
         if torch.compiler.is_compiling() or (is_alone and not are_seen):
             return not are_seen
@@ -38,6 +41,14 @@ class TakesScale:
         if not are_seen or optimizer._scaler is None or asker.f_code.co_name != "step":
             return not are_seen
         return bool(optimizer.settle_before_hooks(optimizer._scaler))
+
+
+def handed_over(optimizer: Optimizer, scaler: Any) -> Handed:
+    """Return what a scaler of torch's has set on the optimizer. ``scaler``: the one that last asked, if any has."""
+    found_inf = getattr(optimizer, "found_inf", None)
+    scaler = None if found_inf is None else scaler
+    peers = None if scaler is None else processes_of(scaler)
+    return Handed(getattr(optimizer, "grad_scale", None), found_inf, peers, scaler=scaler)
 
 
 def processes_of(scaler: Any) -> Processes | None:

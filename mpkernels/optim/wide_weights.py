@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.utils.weak import WeakIdKeyDictionary
 
 from mpkernels._shared.parameters import is_sharded
 from mpkernels._torch_private.ops import foreach_copy_, foreach_mul_
@@ -14,45 +15,58 @@ from mpkernels.distributed.parts import part_of, parts_of, placed_as
 from mpkernels.ops.step.split import join_each, split_each
 from mpkernels.optim import wrappable
 from mpkernels.optim.masters import needs_master
+from mpkernels.optim.offload.copies import uninterrupted
 
 
 class WideWeights:
     """One fp32 parameter for each 16-bit one, the same for life, because some classes remember parameters or their ids.
-    Between steps it has no memory. Both share what anybody notes on one of them as an attribute."""
+    It has memory only while the optimizer steps it. Both share what anybody notes on one of them as an attribute."""
 
     def __init__(self) -> None:
-        self._wide_of: dict[Tensor, Parameter] = {}
+        self._wide_of: Any = WeakIdKeyDictionary()
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {"wide_of": dict(self._wide_of)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._wide_of = WeakIdKeyDictionary(state["wide_of"])
+
+    @torch.no_grad()
     def cover(self, optimizer: Any, params: Sequence[Tensor]) -> None:
         """Make an fp32 parameter for each of these that has 16 bits by now; raise if the optimizer keeps one elsewhere
-        than in its groups. Notes of the 16-bit parameter's dtype and shape become fp32, as states do."""
+        than in its groups. Tensors of the parameter's dtype and shape that are noted on it become fp32, as states do,
+        but for views and those that need grads: the optimizer didn't make these."""
         new = dict.fromkeys(it for it in params if needs_master(it) and it not in self._wide_of)
         if new:
             wrappable.refuse_one_that_holds(optimizer, list(new))
         for param in new:
-            wide = placed_as(param, _without_memory(param))
-            self._wide_of[param] = Parameter(wide, requires_grad=param.requires_grad)
+            whole = placed_as(param, _same_everywhere(part_of(param), {}))
+            self._wide_of[param] = Parameter(whole, requires_grad=param.requires_grad)
+            _free(self._wide_of[param])
             for key, note in vars(param).items():
-                if isinstance(note, Tensor) and (note.dtype, note.shape) == (param.dtype, param.shape):
+                is_like = isinstance(note, Tensor) and (note.dtype, note.shape) == (param.dtype, param.shape)
+                if is_like and not (note.requires_grad or note._is_view()):
                     setattr(param, key, note.float())
 
     @contextmanager
     def shown_to(self, optimizer: Any, params: Iterable[Tensor]) -> Iterator[None]:
         """Inside this context, have the optimizer's groups and states hold fp32 parameters instead of these 16-bit
-        ones. Setting a parameter's ``data`` to fp32 instead would take DDP's hooks off it."""
+        ones. Setting a parameter's ``data`` to fp32 instead would take DDP's hooks off it. Ctrl-C waits for the end."""
         wide_of = {param: self._wide_of[param] for param in params if needs_master(param)}
-        try:
-            for param, wide in wide_of.items():
-                wide.requires_grad_(param.requires_grad)
-                wide.__dict__ = vars(param)
-                _set_part(wide, _without_memory(param))
-            _rename(optimizer, wide_of)
-            yield
-        finally:
-            _rename(optimizer, {wide: param for param, wide in wide_of.items()})
-            for wide in wide_of.values():
-                wide.grad = None
-                _set_part(wide, torch.empty(0, dtype=torch.float32, device=part_of(wide).device))
+        numbers: dict[torch.device, Tensor] = {}
+        with uninterrupted():
+            try:
+                for param, wide in wide_of.items():
+                    wide.requires_grad_(param.requires_grad)
+                    wide.__dict__ = vars(param)
+                    _set_part(wide, _same_everywhere(part_of(param.detach()), numbers))
+                _rename(optimizer, wide_of)
+                yield
+            finally:
+                _rename(optimizer, {wide: param for param, wide in wide_of.items()})
+                for wide in wide_of.values():
+                    wide.grad = None
+                    _free(wide)
 
     def step(self, optimizer: Any, groups: list[dict[str, Any]], factor: float) -> None:
         """Have the optimizer step these of its groups, with grads that are multiplied by the factor. It steps fp32
@@ -63,16 +77,17 @@ class WideWeights:
         all_groups, grads = optimizer.param_groups, {}
         if factor != 1:
             grads = {it: it.grad for it in params if it.grad is not None and not needs_master(it)}
-        try:
-            for param, grad in grads.items():
-                param.grad = placed_as(param, part_of(grad) * factor)
-            optimizer.param_groups = groups
-            with self.shown_to(optimizer, params):
-                self._step_wide(optimizer, narrow, factor)
-        finally:
-            optimizer.param_groups = all_groups
-            for param, grad in grads.items():
-                param.grad = grad
+        with uninterrupted():
+            try:
+                for param, grad in grads.items():
+                    param.grad = placed_as(param, part_of(grad) * factor)
+                optimizer.param_groups = groups
+                with self.shown_to(optimizer, params):
+                    self._step_wide(optimizer, narrow, factor)
+            finally:
+                optimizer.param_groups = all_groups
+                for param, grad in grads.items():
+                    param.grad = grad
 
     def _step_wide(self, optimizer: Any, params: list[Tensor], factor: float) -> None:
         """Have the optimizer step with fp32 copies of these parameters' true weights and grads; then round."""
@@ -84,8 +99,9 @@ class WideWeights:
         grads = _wide_grads(parts_of([param.grad for param in params]), factor)
         for it, grad in zip(wide, grads, strict=True):
             it.grad = placed_as(it, grad)
-            del optimizer.state[it]["remainder"]  # optimizers test whether a state is empty
         try:
+            for it in wide:
+                del optimizer.state[it]["remainder"]  # optimizers test whether a state is empty
             optimizer.step()
         finally:
             for it, remainder in zip(wide, remainders, strict=True):
@@ -94,10 +110,16 @@ class WideWeights:
             torch.autograd.graph.increment_version([param for param in params if is_sharded(param)])
 
 
-def _without_memory(param: Tensor) -> Tensor:
-    """Return a part for a parameter that doesn't move, of which nobody reads or writes the elements."""
-    part = part_of(param.detach())
-    return torch.full((), torch.nan, dtype=torch.float32, device=part.device).expand(part.shape)
+def _same_everywhere(part: Tensor, numbers: dict[torch.device, Tensor]) -> Tensor:
+    """Return NaN in the part's shape, in the memory of one number: whoever reads or steps a parameter that has no grad
+    is to notice. numbers: those made so far."""
+    if part.device not in numbers:
+        numbers[part.device] = torch.full((), torch.nan, dtype=torch.float32, device=part.device)
+    return numbers[part.device].expand(part.shape)
+
+
+def _free(wide: Parameter) -> None:
+    _set_part(wide, torch.empty(0, dtype=torch.float32, device=part_of(wide.detach()).device))
 
 
 def _set_part(wide: Parameter, part: Tensor) -> None:

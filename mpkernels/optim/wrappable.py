@@ -1,4 +1,4 @@
-"""Checks whether Masters can be put around an optimizer."""
+"""Checks whether Masters can be put around an optimizer, by what it is, what it holds and what a trial step changes."""
 
 import copy
 import inspect
@@ -67,7 +67,7 @@ def refuse_one_that_holds(optimizer: Any, params: Sequence[Tensor]) -> None:
 def _marks(value: Any) -> Iterator[int]:
     """Yield numbers by which a value is known as a parameter, its id, or another tensor over its memory."""
     yield value if type(value) is int else id(value)
-    if type(value) in (Tensor, Parameter) and value.layout is torch.strided and value.numel():
+    if type(value) in (Tensor, Parameter) and value.layout is torch.strided and value.untyped_storage().data_ptr():
         yield value.untyped_storage().data_ptr()
 
 
@@ -105,8 +105,9 @@ def refuse_one_that_remembers_steps(optimizer: Any, option: str, also_in_groups:
 def twin_of(optimizer: Any, group: dict[str, Any], state: Any) -> Any:
     """Return an optimizer with the same attributes, without hooks, that has this group alone."""
     twin = object.__new__(type(optimizer))
+    hooks = [key for key in vars(optimizer) if key.startswith("_optimizer_")]
     vars(twin).update({key: it for key, it in vars(optimizer).items() if key != "step"})
-    vars(twin).update({f"_optimizer_step_{kind}_hooks": OrderedDict() for kind in ("pre", "post")})
+    vars(twin).update({key: OrderedDict() for key in hooks})
     twin.param_groups, twin.state = [group], state
     return twin
 
@@ -114,26 +115,36 @@ def twin_of(optimizer: Any, group: dict[str, Any], state: Any) -> Any:
 def _changed_by_steps(optimizer: Any) -> tuple[list[str], list[str]]:
     """Return the attributes and the group's values that a copy of the optimizer changes when it steps a small parameter
     for the second time. A first step may set up what later ones leave alone."""
-    group, param = min(
-        ((group, param) for group in optimizer.param_groups for param in group["params"]), key=lambda it: it[1].numel()
-    )
+    params = [(group, param) for group in optimizer.param_groups for param in group["params"]]
+    if not params:
+        return [], []
+    group, param = min(params, key=lambda it: it[1].numel())
     param = Parameter(torch.ones_like(param, dtype=torch.float32))
     twin = twin_of(optimizer, {**group, "params": [param]}, defaultdict(dict))
-    options = {key: it for key, it in group.items() if key != "params"}
-    memo = {id(optimizer): twin}
-    own = {key: copy.deepcopy(it, memo) for key, it in vars(twin).items() if key not in ("param_groups", "state")}
-    vars(twin).update(own)
-    twin.param_groups[0].update(copy.deepcopy(options, memo))
+    for values in (vars(twin), twin.param_groups[0]):
+        values.update({key: _copied(it, {id(optimizer): twin}) for key, it in values.items() if key not in _NOT_COPIED})
 
     def step() -> tuple[dict[str, Any], dict[str, Any]]:
         param.grad = torch.ones_like(param)
         type(twin).step(twin)
-        attributes = {key: _contents(it) for key, it in vars(twin).items() if key not in ("param_groups", "state")}
-        return attributes, {key: _contents(it) for key, it in twin.param_groups[0].items() if key != "params"}
+        found = vars(twin), twin.param_groups[0]
+        attributes, values = ({key: _contents(it) for key, it in of.items() if key not in _NOT_COPIED} for of in found)
+        return attributes, values
 
     with torch.random.fork_rng(devices=[]):
         before, after = step(), step()
     return _differences(before[0], after[0]), _differences(before[1], after[1])
+
+
+_NOT_COPIED = "params", "param_groups", "state"
+
+
+def _copied(value: Any, memo: dict[int, Any]) -> Any:
+    """Return a copy, or the value itself where it can't be copied, as a process group can't."""
+    try:
+        return copy.deepcopy(value, memo)
+    except (TypeError, RuntimeError, NotImplementedError):
+        return value
 
 
 def _differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:

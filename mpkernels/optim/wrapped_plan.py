@@ -26,6 +26,7 @@ class WrappedPlan:
         """take_step: has the optimizer step with grads multiplied by a number."""
         self._params, self._parts, self._ledger, self._take_step = params, parts, ledger, take_step
         self._places = [i for i, param in enumerate(params) if param.grad is not None]
+        self.has_grads = bool(self._places)
         self.device = params[0].device if params else torch.device("cpu")
         self.has_16_bit_parameters = any(map(needs_master, params))
 

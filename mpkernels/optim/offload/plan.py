@@ -30,6 +30,8 @@ _ON_HOST = torch.device("cpu")
 class OffloadedPlan:
     """All parameters that have a grad, wherever they are. To the optimizer it is a plan like others."""
 
+    has_grads = True
+
     def __init__(
         self,
         rule: OptimizerRule,
