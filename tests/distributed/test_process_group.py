@@ -42,6 +42,30 @@ def test_copies_share_the_group_and_pickles_are_refused():
 
 
 @needs_gloo
+@pytest.mark.parametrize("kind", [torch.amp.GradScaler, GradScaler], ids=lambda it: it.__module__)
+def test_what_was_agreed_before_a_hook_broke_a_step_off_is_forgotten(kind):
+    def fail(*_):
+        raise MemoryError
+
+    with alone() as group:
+        param = torch.ones(2, requires_grad=True)
+        optimizer, scaler = AdamW([param], process_group=group), kind("cpu", init_scale=4.0)
+        hook = optimizer.register_step_pre_hook(fail)
+        scaler.scale(param.sum()).backward()
+        with pytest.raises(MemoryError):
+            scaler.step(optimizer)
+        for name in ("grad_scale", "found_inf"):  # torch's scaler leaves them there
+            vars(optimizer).pop(name, None)
+        hook.remove()
+        scaler.update()
+        param.grad.fill_(math.inf)
+        scaler.step(optimizer)
+        scaler.update()
+        assert param.tolist() == [1.0, 1.0]
+        assert scaler.get_scale() == 2.0
+
+
+@needs_gloo
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("whose_group", ["scaler", "optimizer"])
 def test_a_scaler_leaves_nothing_behind_on_an_optimizer(whose_group, fails):
