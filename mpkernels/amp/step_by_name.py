@@ -1,15 +1,12 @@
 """GradScaler's step of an optimizer of ours, which it calls by name. torch's scalers hand over by attributes instead
-(optim/torch_scalers.py).
+(optim/torch_scalers.py). Somebody has to unscale the grads, look at them, ask the other processes, and skip:
 
-| when the scaler's step begins | who unscales | who looks, and asks the other processes | who skips |
-|---|---|---|---|
-| as usual | the optimizer's step | the optimizer's step | the optimizer's step |
-| step hooks, or a subclass's step, see the grads | ``settle_before_hooks``, in place | ``settle_before_hooks``; \
-the step again if all processes have hooks that may change grads | ``settle_before_hooks``: no hook runs |
-| the user has called ``unscale_`` | it has, in place | it has; the step again with ``max_norm`` or ``guard=True`` | \
-the optimizer's step |
-| a subclass of GradScaler replaces the check | the optimizer's step | the scaler, then the optimizer's step | \
-the optimizer's step |
+* Usually the optimizer's step does all of that.
+* If step hooks, or a subclass's step, see the grads, ``settle_before_hooks`` does it, in place. The step looks and asks
+  again where all processes have hooks that may change grads.
+* If the user has called ``unscale_``, that has done it. With ``max_norm`` or ``guard=True`` the step looks and asks
+  again; it skips.
+* If a subclass of GradScaler replaces the check, the scaler looks before the step, which does all of that.
 """
 
 from functools import partial
@@ -29,8 +26,8 @@ from mpkernels.optim.under_scaler import Handed, Notes
 
 def step_by_name(scaler: Any, optimizer: SkippingOptimizer, leaves_check: bool, args: Any, kwargs: Any) -> Any:
     """Step with grads that may still be scaled. The optimizer unscales them, looks for inf and NaN in all processes,
-    and writes its verdict where the scaler's update reads it. A step that has failed after its op is not taken again.
-    leaves_check: whether the scaler leaves the look at scaled grads to the step."""
+    and writes its verdict where the scaler's update reads it. A step that has failed after its op is not taken again
+    (``Attempt``). leaves_check: whether the scaler leaves the look at scaled grads to the step."""
     state = scaler._per_optimizer_states[id(optimizer)]
     are_seen = step_hooks.see_grads(optimizer)
     if are_seen or not leaves_check or state["stage"] is not OptState.READY:
