@@ -85,6 +85,10 @@ def pytest_collection_finish():
     gc.freeze()  # what was imported and collected stays: each collection of garbage looked through it for half a second
 
 
+def pytest_unconfigure():
+    gc.unfreeze()  # else Triton's bindings print at the end what they take for leaks
+
+
 def pytest_generate_tests(metafunc):
     if "target" in metafunc.fixturenames:
         marker = metafunc.definition.get_closest_marker("kernels")

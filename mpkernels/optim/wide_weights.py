@@ -11,6 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from mpkernels._shared.parameters import is_sharded
 from mpkernels._torch_private.ops import foreach_copy_, foreach_mul_
+from mpkernels._torch_private.tensors import base_of
 from mpkernels.distributed.parts import part_of, parts_of, placed_as
 from mpkernels.ops.step.split import join_each, split_each
 from mpkernels.optim import wrappable
@@ -45,7 +46,7 @@ class WideWeights:
             _free(self._wide_of[param])
             for key, note in vars(param).items():
                 is_like = isinstance(note, Tensor) and (note.dtype, note.shape) == (param.dtype, param.shape)
-                if is_like and not (note.requires_grad or note._is_view()):
+                if is_like and not note.requires_grad and base_of(note) is None:
                     setattr(param, key, note.float())
 
     @contextmanager

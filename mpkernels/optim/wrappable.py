@@ -13,6 +13,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from mpkernels._torch_private.sharded import is_fsdp1s
+from mpkernels._torch_private.tensors import storage_of
 from mpkernels.optim.engine import Engine
 
 
@@ -67,8 +68,8 @@ def refuse_one_that_holds(optimizer: Any, params: Sequence[Tensor]) -> None:
 def _marks(value: Any) -> Iterator[int]:
     """Yield numbers by which a value is known as a parameter, its id, or another tensor over its memory."""
     yield value if type(value) is int else id(value)
-    if type(value) in (Tensor, Parameter) and value.layout is torch.strided and value.untyped_storage().data_ptr():
-        yield value.untyped_storage().data_ptr()
+    if type(value) in (Tensor, Parameter) and value.layout is torch.strided:
+        yield storage_of(value)
 
 
 def _all_in(value: Any, known: set[int], looks_into_objects: bool = True) -> Iterator[Any]:
@@ -105,7 +106,7 @@ def refuse_one_that_remembers_steps(optimizer: Any, option: str, also_in_groups:
 def twin_of(optimizer: Any, group: dict[str, Any], state: Any) -> Any:
     """Return an optimizer with the same attributes, without hooks, that has this group alone."""
     twin = object.__new__(type(optimizer))
-    hooks = [key for key in vars(optimizer) if key.startswith("_optimizer_")]
+    hooks = [key for key in vars(optimizer) if key.endswith("_hooks")]
     vars(twin).update({key: it for key, it in vars(optimizer).items() if key != "step"})
     vars(twin).update({key: OrderedDict() for key in hooks})
     twin.param_groups, twin.state = [group], state
