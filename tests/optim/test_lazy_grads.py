@@ -11,8 +11,11 @@ from tests.networks import B16, CPU
 from tests.optim.optimizers import each_optimizer
 
 
-def _numbers(device, dtype=torch.complex64):
-    return torch.randn(3, 4, dtype=dtype, generator=torch.Generator().manual_seed(0)).to(device)
+def _numbers(device, bad, dtype=torch.complex64):
+    numbers = torch.randn(3, 4, dtype=dtype, generator=torch.Generator().manual_seed(0))
+    if bad:
+        numbers[0, 0] = complex(math.inf, math.inf) if dtype.is_complex else math.inf
+    return numbers.to(device)
 
 
 def conjugated(value):
@@ -20,20 +23,20 @@ def conjugated(value):
 
 
 VIEWS = {
-    "conjugated": lambda device: conjugated(_numbers(device)),
-    "conjugated and negated": lambda device: torch._neg_view(-conjugated(_numbers(device))),
-    "complex and negated": lambda device: torch._neg_view(-_numbers(device)),
-    "imaginary parts": lambda device: _numbers(device).conj().imag,
-    "imaginary parts in fp64": lambda device: _numbers(device, torch.complex128).conj().imag,
-    "16 bits, negated": lambda device: torch._neg_view(-_numbers(device, torch.float32).to(B16)),
+    "conjugated": lambda device, bad: conjugated(_numbers(device, bad)),
+    "conjugated and negated": lambda device, bad: torch._neg_view(-conjugated(_numbers(device, bad))),
+    "complex and negated": lambda device, bad: torch._neg_view(-_numbers(device, bad)),
+    "imaginary parts": lambda device, bad: _numbers(device, bad).conj().imag,
+    "imaginary parts in fp64": lambda device, bad: _numbers(device, bad, torch.complex128).conj().imag,
+    "16 bits, negated": lambda device, bad: torch._neg_view(-_numbers(device, bad, torch.float32).to(B16)),
 }
 each_view = pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
 
 
-def pairs(view, line=None, device=CPU, **options):
+def pairs(view, line=None, device=CPU, bad=False, **options):
     """Return a parameter with the view for its grad and one with a plain grad, with an optimizer each."""
     found = []
-    for grad in (view(device), view(device).resolve_conj().resolve_neg().clone()):
+    for grad in (view(device, bad), view(device, bad).resolve_conj().resolve_neg().clone()):
         param = torch.nn.Parameter(torch.ones_like(grad))
         param.grad = grad
         found.append((param, None if line is None else line.ours([param], **options)))
@@ -74,12 +77,10 @@ def test_the_grad_of_a_product_with_an_adjoint_steps_as_torchs_does():
 @each_optimizer
 @pytest.mark.parametrize("bad", [False, True])
 def test_a_scaler_unscales_and_clips_them(target, view, line, bad):
-    found = pairs(view, line, target.device)
+    found = pairs(view, line, target.device, bad)
     for param, optimizer in found:
         scaler = GradScaler(target.device.type, init_scale=4.0)
         scaler.scale(torch.ones(()))
-        if bad:
-            param.grad[0, 0] = math.inf
         before = param.grad.clone()
         scaler.unscale_(optimizer)
         assert bad or torch.equal(param.grad, before / 4)
