@@ -126,7 +126,7 @@ class Own(AdamW):
 OPTIMIZERS = {
     "AdamW": AdamW,
     "Own": Own,
-    "Masters": lambda params, **options: Masters(torch.optim.SGD(params), **options),
+    "Masters": lambda params, lr, **options: Masters(torch.optim.SGD(params, lr=lr), **options),
     "ZeRO": partial(ZeroRedundancyOptimizer, optimizer_class=AdamW),
     "torch.SGD": torch.optim.SGD,
     "torch.AdamW": partial(torch.optim.AdamW, fused=True),
@@ -161,7 +161,7 @@ class Training:
         self.module = module_of(parameters)  # AdamW looks for FSDP1's
         self.params = list(self.module.parameters())
         optimizer = optimizer.replace("AdamW", "Own") if has_hook and hook == "own step" else optimizer
-        self.optimizer = made(OPTIMIZERS, optimizer, self.params)
+        self.optimizer = made(OPTIMIZERS, optimizer, self.params, lr=0.1)  # more than a bf16 weight's spacing
         if has_hook and hook != "own step":
             register = {"before": "register_step_pre_hook", "after": "register_step_post_hook"}[hook]
             getattr(self.optimizer, register)(lambda *_: None)
