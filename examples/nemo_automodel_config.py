@@ -12,7 +12,7 @@ Automodel imports what ``_target_`` names, and hands it the model's parameters a
 because our class is a subclass of it: the fp32 masters that it asks for are there. It clips by its own
 ``clip_grad_norm:``, before the step.
 
-Where nemo-automodel isn't installed, a stand-in for its ``build_optimizer`` runs: standins/nemo_automodel.py.
+Where nemo-automodel isn't installed, a substitute for its ``build_optimizer`` runs: substitutes/nemo_automodel.py.
 """
 
 import torch
@@ -20,7 +20,7 @@ import torch
 try:
     from nemo_automodel.components.optim.optimizer import build_optimizer
 except ImportError:
-    from standins.nemo_automodel import build_optimizer
+    from substitutes.nemo_automodel import build_optimizer
 
 CONFIG = {"_target_": "mpkernels.optim.AdamW", "lr": 1e-2, "betas": [0.9, 0.95]}  # as in the YAML above
 

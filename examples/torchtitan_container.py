@@ -5,7 +5,7 @@
 Put the class beside your model's config, and ``optimizer=adamw(lr=3e-4)`` into the trainer's config in place of
 ``default_adamw``. Patterns, learning-rate schedules, and checkpoints by name remain torchtitan's.
 
-Where torchtitan isn't installed, a stand-in for its container runs: standins/torchtitan.py.
+Where torchtitan isn't installed, a substitute for its container runs: substitutes/torchtitan.py.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from mpkernels.optim import AdamW
 try:
     from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 except ImportError:
-    from standins.torchtitan import OptimizersContainer, ParamGroupConfig
+    from substitutes.torchtitan import OptimizersContainer, ParamGroupConfig
 
 
 class MixedPrecision(OptimizersContainer):

@@ -64,5 +64,5 @@ class Metrics:
             self._readback.forget()
         if numbers:
             # A CUDA device if a number lies there, because a copy from it to the CPU would make the host wait.
-            device = next((it.device for it in numbers.values() if it.is_cuda), torch.device("cpu"))
-            self._readback.send(torch.stack([put_on(device, it) for it in numbers.values()]))
+            device = next((number.device for number in numbers.values() if number.is_cuda), torch.device("cpu"))
+            self._readback.send(torch.stack([put_on(device, number) for number in numbers.values()]))

@@ -39,7 +39,7 @@ class Target:
             return "torch sees no CUDA device"
         if self.kernel == "cuda":
             return _why_not_emulated()
-        _devices.look_now()
+        _devices.begin_to_use_cuda()
         for op in _registry._ops:
             if self.kernel not in mpkernels.backends(op, self.device):
                 return f"{op} has only {', '.join(mpkernels.backends(op, self.device))}"

@@ -26,7 +26,7 @@ def test_all_names_are_found_in_the_source():
 
 @pytest.mark.skipif(Version(torch.__version__) < Version("2.13"), reason="older ones lack some")
 def test_this_torch_has_every_name():
-    """Otherwise a stand-in would be in use unnoticed. CONTRIBUTING.md says what to do when torch has renamed one."""
+    """Otherwise a substitute would be in use unnoticed. CONTRIBUTING.md says what to do when torch has renamed one."""
     from mpkernels._torch_private.finding import look_up  # here: the test below must begin without it
 
     missing = {f"{module}.{name}" for module, name in LOOKED_UP if look_up(module, name, None) is None}

@@ -112,8 +112,8 @@ __device__ void keep_order() {
 }
 
 template <class Rule, int count, class State>
-__device__ void step(const Arrays<Rule>& arrays, uint32_t first, const RawElements<Rule, count, State>& raw,
-                     States<Rule, float, count>& states, const StepScalars<Rule, float>& scalars) {
+__device__ void step_pack(const Arrays<Rule>& arrays, uint32_t first, const RawElements<Rule, count, State>& raw,
+                          States<Rule, float, count>& states, const StepScalars<Rule, float>& scalars) {
   auto weights = widened_weights(arrays, raw.weights);
   apply_rule<float>(weights, widened(arrays.grad_dtype, raw.grads), states, arrays.has_optional, scalars);
   store_weights(arrays, first, weights);

@@ -8,9 +8,9 @@
 // The root's error is at most scale * (1/255 + 1/510^2). The root is 0 only if the value is 0, or would be as an fp32:
 // otherwise an update that is divided by the root would explode.
 //
-// Encoding a decoded value gives the same code, so a checkpoint in fp32 loses nothing, except not negative values that
-// are subnormal: with a root's scale below 2^-47. If a block holds an inf or NaN, none of its values need be finite;
-// with a scale below 2^-126 all are 0.
+// Encoding a decoded value gives the same code, so a checkpoint in fp32 loses nothing. One exception: exp_avg_sq's
+// values can be subnormal if the scale of their roots is below 2^-47. If a block holds an inf or NaN, all its values
+// may become inf or NaN. If its scale is below 2^-126, all become 0.
 #pragma once
 
 #include "step/split.h"

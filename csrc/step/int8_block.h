@@ -34,9 +34,9 @@ __device__ void load_coded(const Arrays<Rule>& arrays, uint32_t first, RawCoded<
 
 // Leaves the numbers that are to be coded in `states`.
 template <class Rule, int count>
-__device__ void step_coded(const Arrays<Rule>& arrays, uint32_t first, const RawCoded<Rule, count>& raw,
-                           const float (&scales)[Rule::kStates], States<Rule, float, count>& states,
-                           const StepScalars<Rule, float>& scalars) {
+__device__ void step_coded_pack(const Arrays<Rule>& arrays, uint32_t first, const RawCoded<Rule, count>& raw,
+                                const float (&scales)[Rule::kStates], States<Rule, float, count>& states,
+                                const StepScalars<Rule, float>& scalars) {
   for_each_index<Rule::kStates>([&](auto i) {
     if (arrays.has_state(i)) states.at[i] = decoded<Rule::kSigns[i]>(raw.states[i], scales[i]);
   });
@@ -58,7 +58,7 @@ __device__ void step_coded(const Arrays<Rule>& arrays, uint32_t first, const Raw
         RawCoded<Rule, 1> element;
         States<Rule, float, 1> its_states{};
         load_coded(arrays, first + k, element);
-        step_coded(arrays, first + k, element, scales, its_states, scalars);
+        step_coded_pack(arrays, first + k, element, scales, its_states, scalars);
         for_each_index<Rule::kStates>([&](auto i) { states.at[i].at[k] = its_states.at[i].at[0]; });
       }
       return;
@@ -70,8 +70,8 @@ __device__ void step_coded(const Arrays<Rule>& arrays, uint32_t first, const Raw
 // A warp takes kQuantized elements from `begin` on, which share a scale in each state. The states' scales lie `blocks`
 // apart.
 template <int count, int at_once, class Rule>
-__device__ void step_coded(const Arrays<Rule>& arrays, uint32_t begin, uint32_t size, float* all_scales,
-                           uint32_t blocks, const StepScalars<Rule, float>& scalars) {
+__device__ void step_coded_block(const Arrays<Rule>& arrays, uint32_t begin, uint32_t size, float* all_scales,
+                                 uint32_t blocks, const StepScalars<Rule, float>& scalars) {
   constexpr int shares = kQuantized / 32 / count;
   const uint32_t block = begin / kQuantized;
   const auto place = [&](int k) { return begin + (k * 32 + threadIdx.x % 32) * count; };
@@ -94,7 +94,7 @@ __device__ void step_coded(const Arrays<Rule>& arrays, uint32_t begin, uint32_t 
     keep_order<count>();
 #pragma unroll
     for (int k = 0; k < at_once; ++k) {
-      if (is_inside(first + k)) step_coded(arrays, place(first + k), raw[k], scales, all[first + k], scalars);
+      if (is_inside(first + k)) step_coded_pack(arrays, place(first + k), raw[k], scales, all[first + k], scalars);
     }
   }
   float inverse[Rule::kStates]{};
@@ -125,10 +125,10 @@ __device__ void step_coded(const Arrays<Rule>& arrays, uint32_t size, float* sca
     if constexpr (Kind::in_packs) {
       if (head_of(arrays, 1) != 0) return;
       for (; i + kQuantized <= size; i += round)
-        step_coded<kPack, kPacks>(Kind::known(arrays), i, size, scales, blocks, scalars);
+        step_coded_block<kPack, kPacks>(Kind::known(arrays), i, size, scales, blocks, scalars);
     }
   });
-  for (; i < size; i += round) step_coded<1, 2>(arrays, i, size, scales, blocks, scalars);
+  for (; i < size; i += round) step_coded_block<1, 2>(arrays, i, size, scales, blocks, scalars);
 }
 
 }  // namespace mpk

@@ -23,9 +23,9 @@ class OptionArguments {
         report_(arguments.optional()),
         plan_(plan) {
     if (on_device_.count() == 0) return;
-    for (size_t i = 0; i < Rule::kTensors * groups.size(); ++i) {
+    for (size_t i = 0; i < Rule::kMayBeTensors * groups.size(); ++i) {
       require(i < static_cast<size_t>(on_device_.count()), Rule::kOp, "on_device is shorter than the groups need");
-      if (on_device_[i].size() > 0) put_on_device(groups[i / Rule::kTensors], i);
+      if (on_device_[i].size() > 0) put_on_device(groups[i / Rule::kMayBeTensors], i);
     }
   }
 
@@ -66,12 +66,12 @@ class OptionArguments {
 
   void put_on_device(StepGroup<Rule>& group, size_t i) {
     const Tensor& tensor = on_device_[static_cast<int32_t>(i)];
-    Dtype& dtype = group.dtypes[i % Rule::kTensors];
+    Dtype& dtype = group.dtypes[i % Rule::kMayBeTensors];
     const bool is_known = tensor.is_strided() && tensor.size() == 1 && find_dtype(tensor.dtype(), &dtype) &&
                           (dtype == Dtype::f32 || dtype == Dtype::f64);
     require(is_known && tensor.device() == plan_.like().device(), Rule::kOp,
             "on_device[" + std::to_string(i) + "] is not one fp32 or fp64 on the parameters' device");
-    group.on_device[i % Rule::kTensors] = tensor.const_data();
+    group.on_device[i % Rule::kMayBeTensors] = tensor.const_data();
   }
 
   template <class T>

@@ -11,9 +11,10 @@
 //
 // NaN stays NaN, with its sign, in both; its payload may change.
 //
-// If somebody writes to a weight, its remainder still belongs to the old weight. The joined master rounds to the new
-// weight all the same: where no master has these two halves, the weight alone is the master. That is so beyond 0 and
-// beyond inf, in fp16 for sums that fp32 can't hold, and for powers of two, below which numbers lie half as far apart.
+// If somebody writes to a weight, its remainder still belongs to the old weight. Most often some master has these two
+// halves, and rounds to the new weight. Four cases have no such master, and the weight alone is it: remainders that
+// lead beyond 0, or beyond inf; in fp16, sums that fp32 can't hold, and remainders that are too large below a power of
+// two, where numbers lie half as far apart.
 #pragma once
 
 #include "common/numeric.h"

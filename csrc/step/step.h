@@ -56,8 +56,8 @@ MPK_FN int64_t bytes_read(const StepRow& row) {
 template <class Rule>
 struct StepGroup {
   typename Rule::Hyperparameters by_value;
-  const void* on_device[Rule::kTensors];  // null where the hyperparameter is no tensor
-  Dtype dtypes[Rule::kTensors];           // of those tensors: fp32 or fp64
+  const void* on_device[Rule::kMayBeTensors];  // null where the hyperparameter is no tensor
+  Dtype dtypes[Rule::kMayBeTensors];           // of those tensors: fp32 or fp64
   bool maximize;
 };
 
@@ -67,7 +67,7 @@ MPK_FN typename Rule::Hyperparameters hyperparameters(const StepGroup<Rule>& gro
   struct Values {
     double at[sizeof group.by_value / sizeof(double)];
   } values = bit_cast<Values>(group.by_value);
-  for_each_index<Rule::kTensors>([&](auto i) {
+  for_each_index<Rule::kMayBeTensors>([&](auto i) {
     const void* const tensor = group.on_device[i];
     if (!tensor) return;
     values.at[i] =

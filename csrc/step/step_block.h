@@ -7,7 +7,7 @@ namespace mpk {
 
 // Steps `count` adjacent elements from each place(k) on, if is_inside(k).
 template <int count, int places, class Rule, class Place, class IsInside>
-__device__ void step_plain(const Arrays<Rule>& arrays, const Place& place, const IsInside& is_inside,
+__device__ void step_packs(const Arrays<Rule>& arrays, const Place& place, const IsInside& is_inside,
                            const StepScalars<Rule, float>& scalars) {
   RawElements<Rule, count, Raw<count>> raw[places];
 #pragma unroll
@@ -23,7 +23,7 @@ __device__ void step_plain(const Arrays<Rule>& arrays, const Place& place, const
     for_each_index<Rule::kStates>([&](auto i) {
       if (arrays.has_state(i)) states.at[i] = widened(arrays.state_dtype, raw[k].states[i]);
     });
-    step(arrays, place(k), raw[k], states, scalars);
+    step_pack(arrays, place(k), raw[k], states, scalars);
     for_each_index<Rule::kStates>([&](auto i) {
       if (arrays.has_state(i)) store_as(arrays.state_dtype, arrays.states[i], place(k), states.at[i]);
     });
@@ -42,12 +42,12 @@ __device__ __forceinline__ void step_plain(const Arrays<Rule>& any, uint32_t siz
   for (uint32_t i = threadIdx.x; i < rest; i += kThreads * Kind::singles) {
     const auto in_rest = [&](int k) { return i + k * kThreads; };
     const auto place = [&](int k) { return in_rest(k) + (in_rest(k) < head ? 0 : packed); };
-    step_plain<1, Kind::singles>(arrays, place, [&](int k) { return in_rest(k) < rest; }, scalars);
+    step_packs<1, Kind::singles>(arrays, place, [&](int k) { return in_rest(k) < rest; }, scalars);
   }
   if constexpr (Kind::in_packs) {
     for (uint32_t i = head + threadIdx.x * kPack; i < head + packed; i += round) {
       const auto place = [&](int k) { return i + k * kThreads * kPack; };
-      step_plain<kPack, kPacks>(arrays, place, [](int) { return true; }, scalars);
+      step_packs<kPack, kPacks>(arrays, place, [](int) { return true; }, scalars);
     }
   }
 }

@@ -1,4 +1,10 @@
 // The CPU loops of a step. A rule's *_cpu.cpp has them compiled by MPK_STEP_ON_CPU, once per instruction set.
+//
+// step_span: one span of one row. It calls one of these:
+//   step_elements: whole vectors, then the rest by step_copies, which fills up a vector; each by step_whole.
+//     step_whole: doubles in place, others in blocks that step_arrays unpacks to fp32, steps and packs again.
+//   step_coded: blocks of 8-bit states, each by step_coded_block; the last one by step_copies, if it isn't full.
+// All come down to step_vectors, which calls the rule.
 #pragma once
 
 #include <algorithm>
@@ -180,8 +186,8 @@ static void step_whole(const StepRow&, const Arrays<Rule>& arrays, int64_t size,
   step_vectors(numbers, size, scalars, [](auto, Doubles state) { return state; });
 }
 
-// Calls step(copies, size) with copies of `count` elements, which are repeated to fill whole vectors, so that the
-// largest stays the largest; then copies back what step has written.
+// Copies `count` elements, and repeats them to fill whole vectors: the largest of them stays the same. Calls
+// step(copies, size), and copies back what that has written.
 template <class Rule, class Step>
 static void step_copies(const StepRow& row, Arrays<Rule> arrays, int64_t count, int64_t lanes, const Step& step) {
   const int64_t whole = (count + lanes - 1) / lanes * lanes;
@@ -233,8 +239,8 @@ static float largest_of(Words magnitudes) {
 // Steps kQuantized elements or fewer. Decoding and encoding have loops of their own, like unpacking (kUnpacked). The
 // scales of the states lie `stride` apart.
 template <bool has_optional, class Rule>
-static void step_codes(const StepRow& row, const Arrays<Rule>& arrays, int64_t size, float* scales, int64_t stride,
-                       const StepScalars<Rule, Floats>& scalars) {
+static void step_coded_block(const StepRow& row, const Arrays<Rule>& arrays, int64_t size, float* scales,
+                             int64_t stride, const StepScalars<Rule, Floats>& scalars) {
   alignas(64) float unpacked[2 + Rule::kStates][kQuantized];
   Numbers<Rule, float> numbers{
       unpack_weights(row, arrays, size, unpacked[0]), unpack(row.grad_dtype, arrays.grad, size, unpacked[1]), {}};
@@ -266,8 +272,9 @@ static void step_coded(const StepRow& row, const Span& span, const Arrays<Rule>&
     const Arrays<Rule> block = advanced(row, arrays, i);
     float* const scales = row.scales + (span.begin + i) / kQuantized;
     const auto step = [&](const Arrays<Rule>& whole, int64_t size) {
-      arrays.states[Rule::kStates - 1] ? step_codes<true>(row, whole, size, scales, scales_of(row.size), scalars)
-                                       : step_codes<false>(row, whole, size, scales, scales_of(row.size), scalars);
+      arrays.states[Rule::kStates - 1]
+          ? step_coded_block<true>(row, whole, size, scales, scales_of(row.size), scalars)
+          : step_coded_block<false>(row, whole, size, scales, scales_of(row.size), scalars);
     };
     const int64_t left = span.size - i;
     left < kQuantized ? step_copies(row, block, left, kLanes, step) : step(block, kQuantized);

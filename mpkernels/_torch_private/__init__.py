@@ -1,6 +1,6 @@
 """Every private name of torch's that this package reads: why, and what happens if a torch lacks it.
 
-A missing name has a safe stand-in here: all works, though some of it slower, or with an error that says so. Each file
+A missing name has a safe substitute here: all works, though some of it slower, or with an error that says so. Each file
 is about one part of torch; ``finding`` looks the names up for all files. CONTRIBUTING.md says what to do when torch
 renames one.
 

@@ -1,4 +1,4 @@
-"""Looks private names up, and has stand-ins for missing ones."""
+"""Looks private names up, and has substitutes for missing ones."""
 
 import importlib
 from functools import reduce

@@ -6,8 +6,7 @@ from mpkernels._torch_private.finding import look_up
 
 
 def hooks_of_loading(optimizer: Any) -> tuple[dict[int, Any], dict[int, Any]]:
-    """Return the user's hooks that run before and after load_state_dict. Without the attributes: none, and torch passes
-    the hooks the stand-in that it loads into."""
+    """Return the user's hooks that run before and after load_state_dict. Without the attributes: none."""
     before = getattr(optimizer, "_optimizer_load_state_dict_pre_hooks", {})
     return before, getattr(optimizer, "_optimizer_load_state_dict_post_hooks", {})
 

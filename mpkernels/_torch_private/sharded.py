@@ -29,7 +29,7 @@ def replaces_exchange(wrapper: Any) -> bool:
 def parts_in_place(tensors: Iterable[Any]) -> list[Any]:
     """Return the tensor that each DTensor holds; None for other tensors. Without the attribute: None; then ``to_local``
     makes a new view of each parameter at each call, and AdamW plans each step anew."""
-    return [getattr(it, "_local_tensor", None) for it in tensors]
+    return [getattr(tensor, "_local_tensor", None) for tensor in tensors]
 
 
 def around_part(part: Tensor, like: Any) -> Any:

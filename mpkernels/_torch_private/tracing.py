@@ -74,7 +74,7 @@ _TRACING = [getattr(_kinds_of_modes, name, None) for name in ("FAKE", "PROXY", "
 
 
 def is_tracing() -> bool:
-    """Return whether torch records calls into a graph: then a tensor is a stand-in, or would become a constant."""
+    """Return whether torch records calls into a graph: then a tensor has no values, or would become a constant."""
     return (
         torch.compiler.is_compiling()
         or are_transforms_active()

@@ -154,15 +154,15 @@ class GradScaler(torch.amp.GradScaler):
         inside its step, so this only reads the grads."""
         grads, (scale, _) = inf_check.grads_of(optimizer), self._check_scale_growth_tracker("_check_inf_per_device")
 
-        def look() -> dict[Any, Tensor]:
-            found_infs: dict[Any, Tensor] = inf_check.look(grads, scale)
+        def find() -> dict[Any, Tensor]:
+            found_infs: dict[Any, Tensor] = inf_check.find_inf(grads, scale)
             if type(self)._unscale_grads_ is not GradScaler._unscale_grads_:  # a subclass's may ask other ranks
                 for device, found_inf in super(GradScaler, self)._check_inf_per_device(optimizer).items():
                     found_infs[device] = torch.maximum(found_inf, found_infs.get(device, found_inf))
             return found_infs
 
         step_asks = getattr(optimizer, "_takes_scale", False)
-        found_infs = inf_check.found_by_all(inf_check.peers_of(self, optimizer), look, scale, step_asks)
+        found_infs = inf_check.found_by_all(inf_check.peers_of(self, optimizer), find, scale, step_asks)
         self._note(optimizer, grads, found_infs, unscaled=False)
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found_infs
         return found_infs

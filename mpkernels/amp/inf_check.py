@@ -18,7 +18,7 @@ from mpkernels.distributed.processes import Processes
 from mpkernels.ops import grad_stats
 from mpkernels.ops import unscale_ as unscale_list_
 from mpkernels.optim import torchao_offload
-from mpkernels.optim.offload import have_left
+from mpkernels.optim.offload import has_grads_on_host
 
 FoundInf = dict[torch.device, Tensor]  # at most one tensor: fp32, 0-dim, exactly 0 or 1, as torch's optimizers want
 Grads = dict[torch.device, tuple[list[Tensor], list[Tensor]]]  # device -> parameters and their grads
@@ -47,7 +47,7 @@ def _unscale(attempt: Attempt, inv_scale: Tensor, grads: list[Tensor]) -> None:
     unscale_list_([*grads, attempt.mark], attempt.found_inf, inv_scale)
 
 
-def look(grads: Grads, scale: Tensor) -> FoundInf:
+def find_inf(grads: Grads, scale: Tensor) -> FoundInf:
     """Return whether the grads will hold an inf or NaN once they are unscaled. A scale below 1 enlarges them, so finite
     grads count as well if their unscaled norm is too large for fp32, or NaN: a scale of 0 makes NaN of grads of 0."""
     found_infs = []
@@ -106,7 +106,7 @@ def found_by_all(
 def grads_of(optimizer: Optimizer) -> Grads:
     """Return each device's parameters that have a grad, and their grads; a sparse grad is represented by its values."""
     torchao_offload.refuse_scaler(optimizer)
-    if have_left(optimizer):
+    if has_grads_on_host(optimizer):
         raise RuntimeError(
             "GradScaler: grads must be on their parameters' device to be unscaled before the step, got some that "
             "release_grads has sent to the host; leave unscale_ and step hooks out, and clip by max_norm"

@@ -154,7 +154,7 @@ def _kept(model: nn.Module, patterns: list[str]) -> set[Tensor]:
 def _spectral_of(module: nn.Module) -> list[Tensor]:
     """Return the weights under spectral_norm, which multiplies them with fp32 vectors of its own."""
     is_parametrized = isinstance(module, parametrize.ParametrizationList)
-    if is_parametrized and any(isinstance(it, SpectralParametrization) for it in module.children()):
+    if is_parametrized and any(isinstance(child, SpectralParametrization) for child in module.children()):
         return list(module.parameters(recurse=False))
     return [getattr(module, f"{it.name}_orig") for it in pre_hooks_of(module) if isinstance(it, SpectralNorm)]
 
@@ -164,7 +164,9 @@ def _is_fp32s(module: nn.Module) -> bool:
     linear layer that normalises its weight may have "norm" in its class's name, too, but it holds a matrix."""
     if isinstance(module, (*_NORMS, nn.Bilinear)):
         return True
-    return "norm" in type(module).__name__.lower() and all(it.dim() <= 1 for it in module.parameters(recurse=False))
+    return "norm" in type(module).__name__.lower() and all(
+        param.dim() <= 1 for param in module.parameters(recurse=False)
+    )
 
 
 def _check(name: str, param: Tensor, goal: torch.dtype, dtype: torch.dtype) -> None:

@@ -29,7 +29,7 @@ class Attempt:
 
     def note_failure(self) -> None:
         grads = [param.grad for param in self._params()]
-        self._grads_then = [None if it is None else (ref(it), version_of(it)) for it in grads]
+        self._grads_then = [None if grad is None else (ref(grad), version_of(grad)) for grad in grads]
 
     def was_done(self) -> bool:
         """Return whether the call failed after its op had run, and no grad has changed since. Waits for the device."""
@@ -50,7 +50,9 @@ class AllOrNothing:
         # On the CPU they are kept as Python's numbers, which takes a tenth of the time of a copy.
         as_numbers = not torch.compiler.is_compiling()
         self._before: list[tuple[Tensor, Any]] = [
-            (it, it.tolist() if as_numbers and it.is_cpu else it.clone()) for it in tensors if it is not None
+            (tensor, tensor.tolist() if as_numbers and tensor.is_cpu else tensor.clone())
+            for tensor in tensors
+            if tensor is not None
         ]
 
     def __enter__(self) -> None:

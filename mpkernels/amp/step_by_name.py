@@ -19,7 +19,7 @@ from mpkernels.amp.inf_check import given_peers
 from mpkernels.amp.retries import Attempt
 from mpkernels.distributed import fsdp1
 from mpkernels.optim import step_hooks
-from mpkernels.optim.offload import have_left
+from mpkernels.optim.offload import has_grads_on_host
 from mpkernels.optim.skipping_optimizer import SkippingOptimizer
 from mpkernels.optim.under_scaler import Handed, Notes
 
@@ -44,7 +44,7 @@ def step_by_name(scaler: Any, optimizer: SkippingOptimizer, leaves_check: bool, 
         params = params_of(optimizer)
         device = next((param.grad.device for param in params if param.grad is not None), None)
         if device is None and (
-            peers is not None or are_any_sharded(params) or fsdp1.has_parts(params) or have_left(optimizer)
+            peers is not None or are_any_sharded(params) or fsdp1.has_parts(params) or has_grads_on_host(optimizer)
         ):
             device = scale.device  # other processes may have grads, or grads wait on the host
         attempt = notes.attempt = None if device is None else Attempt(partial(params_of, optimizer), device)

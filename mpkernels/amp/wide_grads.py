@@ -40,7 +40,11 @@ class WideGrads:
             ddp.refuse(op, self._params(), _NEEDS_MODEL)
 
     def _params(self) -> list[Tensor]:
-        return [it for it in params_of(self._optimizer) if needs_master(it) and it.requires_grad and it.is_leaf]
+        return [
+            param
+            for param in params_of(self._optimizer)
+            if needs_master(param) and param.requires_grad and param.is_leaf
+        ]
 
     @contextmanager
     def allowed(self) -> Iterator[None]:

@@ -32,7 +32,7 @@ class Benchmark(NamedTuple):
 
     @property
     def kernel(self) -> str:
-        _devices.look_now()
+        _devices.begin_to_use_cuda()
         return mpkernels.backends(self.kernel_of, self.setting.place.device)[0]
 
 

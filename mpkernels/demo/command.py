@@ -70,7 +70,7 @@ def train(trainings: Sequence[Training], steps: int) -> None:
 def time_steps(model: torch.nn.Module, way: Way, seconds: float) -> Samples:
     """Time steps with unscaling and clipping on a model of this way, by our optimizer and by torch's fused one, in
     turns."""
-    shapes, device = tuple(tuple(it.shape) for it in model.parameters()), next(model.parameters()).device.type
+    shapes, device = tuple(tuple(param.shape) for param in model.parameters()), next(model.parameters()).device.type
     setting = Setting(Place(device, torch.get_num_threads()), "bf16", Sizes("demo", shapes))
     return measure(compare_steps(setting, fused, "loop", state_dtype=way.moments), device, seconds, builds=1)
 

@@ -124,6 +124,6 @@ class Training:
 
     def bytes_per_parameter(self) -> dict[str, float]:
         held: dict[str, Any] = memory_report(self.model, self.optimizer).measured
-        count = sum(it.numel() for it in self.model.parameters())
+        count = sum(param.numel() for param in self.model.parameters())
         sizes = held["parameters"], held["gradients"], held["masters"] + held["moments"]
         return {kind: size / count for kind, size in zip(("weight", "grad", "state"), sizes, strict=True)}

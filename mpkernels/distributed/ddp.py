@@ -49,7 +49,9 @@ def refuse(op: str, params: Sequence[Tensor], reason: str) -> None:
 
 
 def wrappers_in(model: nn.Module | None) -> list[DistributedDataParallel]:
-    return [] if model is None else [it for it in model.modules() if isinstance(it, DistributedDataParallel)]
+    return (
+        [] if model is None else [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+    )
 
 
 def exchanged_by(wrapper: DistributedDataParallel) -> list[Tensor]:

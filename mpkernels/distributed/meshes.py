@@ -60,12 +60,12 @@ class Parts(Processes):
         """Return how much the square of this process's part of each parameter counts in a sum over all processes.
         Processes that hold the same part count as one."""
         known: dict[Any, float] = {None: 1 / self._size}  # a plain parameter is whole in each process
-        kinds: list[Any] = [(it.device_mesh, it.placements) if is_sharded(it) else None for it in params]
+        kinds: list[Any] = [(param.device_mesh, param.placements) if is_sharded(param) else None for param in params]
         for kind in kinds:
             if kind not in known:
                 mesh, placements = kind
                 known[kind] = prod(mesh.size(i) for i, p in enumerate(placements) if not p.is_replicate()) / self._size
-        return [known[it] for it in kinds]
+        return [known[kind] for kind in kinds]
 
 
 _groups: dict[tuple[Any, tuple[int, ...]], Any] = {}

@@ -37,7 +37,7 @@ class Processes:
         there = self.device_of(params)
         nothing = torch.zeros((), dtype=torch.float64, device=there)
         numbers = total_sumsq, found_inf, float(has_failed), float(may_change)
-        sums = torch.stack([nothing if it is None else _number(it, there) for it in numbers])
+        sums = torch.stack([nothing if number is None else _number(number, there) for number in numbers])
         distributed.all_reduce(sums, group=self.group)
         skips = (sums[1] + sums[2]).clamp(max=1).float()  # torch's optimizers take any other number than 1 for 0
         return sums[0], skips, sums[2], sums[3]

@@ -43,7 +43,7 @@ def restore_at_end(stack: ExitStack, thing: Any) -> None:
         for module in modules:
             if type(module).get_extra_state is not nn.Module.get_extra_state:
                 stack.callback(module.set_extra_state, copy.deepcopy(module.get_extra_state()))
-        dicts = [book for it in modules for book in (*books_of(vars(it)), vars(it))]
+        dicts = [book for module in modules for book in (*books_of(vars(module)), vars(module))]
         tensors = [value for book in dicts for value in book.values() if isinstance(value, Tensor)]
         tensors += thing.buffers()  # a traced module has its own in no dict
     elif isinstance(thing, Optimizer):
@@ -60,7 +60,7 @@ def restore_at_end(stack: ExitStack, thing: Any) -> None:
     for entries in dicts:
         if isinstance(entries, dict):
             stack.callback(_refill, entries, dict(entries))
-    for tensor in {id(it): it for it in tensors if _is_writable(it)}.values():
+    for tensor in {id(tensor): tensor for tensor in tensors if _is_writable(tensor)}.values():
         stack.callback(_write, tensor, part_of(tensor.detach()).to("cpu", copy=True))
 
 

@@ -20,7 +20,7 @@ def builds() -> dict[str, Any]:
 
 def by_op() -> dict[str, dict[str, list[str]]]:
     """Return each op's kernels on each device. The first kernel is the one that runs."""
-    _devices.look_now()
+    _devices.begin_to_use_cuda()
     return {op: {device: mpkernels.backends(op, device) for device in DEVICES} for op in sorted(_registry._ops)}
 
 
@@ -33,7 +33,7 @@ def why_not() -> dict[str, str]:
             reasons[f"native on {device}"] = f"the compiled kernels {_extension.why_none}"
         elif left_out:
             reasons[f"native on {device}"] = f"left out of the build: {left_out}"
-    _devices.look_now()
+    _devices.begin_to_use_cuda()
     reasons |= {f"native on {device}": why for device, why in _devices.left_out.items()}
     if _lacks_triton():
         reasons["triton"] = "it is not installed" + ", and compiles for GPUs" * (not torch.cuda.is_available())

@@ -59,20 +59,20 @@ def optimizer_step(
     counts = [rule.needed, rule.needed, len(rule.states), len(rule.states)]  # of states
     states = []
     for i, key in enumerate(rule.states):
-        values = [it.sign().abs() if key in rule.not_negative else it.sign() for it in params]
+        values = [param.sign().abs() if key in rule.not_negative else param.sign() for param in params]
         there = [i < n for n in counts]
         states.append([it.to(state_dtype) if has else it[:0] for it, has in zip(values, there, strict=True)])
     sizes = [n * -(-it.numel() // 256) for it, n in zip(params, counts, strict=True)]
     scales = [torch.ones(size, **make) for size in sizes] if state_dtype == torch.int8 else []
     steps = [torch.ones((), **make) for _ in params]
-    step_grads = [it.clone() for it in params]
+    step_grads = [param.clone() for param in params]
     if found_inf:
         step_grads[1][:4] = torch.tensor(SPECIALS)
     lists = params, step_grads, *states, masters, scales, steps
     hyper = [[*HYPERPARAMETERS.get(name, (0.5, 0.5))] for name in rule.hyperparameters]
     nothing = torch.empty(0, **make)
-    on_device = [nothing] * (2 * rule.tensors)
-    on_device[rule.tensors] = torch.full((), 1e-2, **make)
+    on_device = [nothing] * (2 * rule.may_be_tensors)
+    on_device[rule.may_be_tensors] = torch.full((), 1e-2, **make)
     on_device[-1] = torch.full((), 0.99, **make).double()
     shared = torch.full((), 8.0, **make), torch.full((), found_inf, **make), torch.ones((), dtype=F64, **make)
     written = torch.zeros(2, **make), torch.zeros((), **make), torch.zeros(5, 6, dtype=F64, **make)

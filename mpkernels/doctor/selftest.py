@@ -23,7 +23,7 @@ class Result(NamedTuple):
 
 def run() -> list[Result]:
     """Compare all kernels, but not by Triton's interpreter on the CPU, because it doesn't round as chips do."""
-    _devices.look_now()
+    _devices.begin_to_use_cuda()
     devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     return [
         _test(op, torch.device(device), kernel)

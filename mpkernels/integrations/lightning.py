@@ -65,7 +65,9 @@ class LogMixedPrecision(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._logged_step = trainer.global_step
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        followed = [it for it in trainer.optimizers if isinstance(unwrapped(it), SkippingOptimizer)]
+        followed = [
+            optimizer for optimizer in trainer.optimizers if isinstance(unwrapped(optimizer), SkippingOptimizer)
+        ]
         prefixes = ["mpkernels/"] if len(followed) == 1 else [f"mpkernels/{i}/" for i in range(len(followed))]
         self._metrics = {prefix: Metrics(it, scaler) for prefix, it in zip(prefixes, followed, strict=True)}
 

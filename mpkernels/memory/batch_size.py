@@ -71,7 +71,7 @@ def find_max_batch_size(
     params = [] if model is None else list(model.parameters())
     if model is not None:
         refuse_meta("find_max_batch_size", model)
-        if not any(it.requires_grad for it in params):
+        if not any(param.requires_grad for param in params):
             raise ValueError("find_max_batch_size: model must have a parameter to train, got one without")
         if releases_of(params):
             raise ValueError(
@@ -80,7 +80,7 @@ def find_max_batch_size(
         restore = [model, *restore]
     device = torch.device(device or (params[0].device if params else machines_device()))
     # A model from to_mixed casts its inputs itself.
-    floats = [] if isinstance(model, Mixed) else [it.dtype for it in params if it.is_floating_point()]
+    floats = [] if isinstance(model, Mixed) else [param.dtype for param in params if param.is_floating_point()]
     made: dict[str, Any] = {"dtype": floats[0] if floats else torch.float32, "device": device}
     try:
         with restored(restore, device):

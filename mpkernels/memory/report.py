@@ -64,8 +64,8 @@ class MemoryComparison(Report):
 
 def _table(columns: dict[str, Sizes]) -> Table:
     sizes = columns.values()
-    rows = [[name, *(_mib(it.get(name)) for it in sizes)] for name in next(iter(sizes))]
-    total = ["total", *(_mib(sum(filter(None, it.values()))) for it in sizes)]
+    rows = [[name, *(_mib(size.get(name)) for size in sizes)] for name in next(iter(sizes))]
+    total = ["total", *(_mib(sum(filter(None, size.values()))) for size in sizes)]
     return Table(["", *columns], [*rows, total], holds_numbers=True)
 
 
@@ -92,8 +92,8 @@ def memory_report(
     optimizer = unwrapped(optimizer)
     device = params[0].device if params else torch.device("cpu")
     measured: Sizes = {
-        "parameters": measure.size(it for it in params if not it.is_meta),
-        "buffers": measure.size(it for it in model.buffers() if not it.is_meta),
+        "parameters": measure.size(param for param in params if not param.is_meta),
+        "buffers": measure.size(buffer for buffer in model.buffers() if not buffer.is_meta),
         "gradients": measure.size(param.grad for param in params if param.grad is not None),
         **_sizes([] if optimizer is None else optimizer.state.values()),
     }
@@ -140,7 +140,7 @@ def compare_memory(model: nn.Module, loss: Loss, policy: Policy | str = "mixed_b
     policy = Policy(policy) if isinstance(policy, str) else policy
 
     def report(kind: Any, model: nn.Module, policy: Policy) -> MemoryReport:
-        params = [it for it in model.parameters() if it.requires_grad]
+        params = [param for param in model.parameters() if param.requires_grad]
         return memory_report(model, kind(params), policy.autocast(params[0].device)(loss))
 
     reports = {
@@ -171,17 +171,17 @@ def _sizes_after_a_step(optimizer: torch.optim.Optimizer) -> Sizes:
         return _sizes(param_state.create(optimizer._rule, part_of(it).to("meta"), group) for it, group in trained)
     if all(optimizer.state.get(param) for param, _ in trained):
         return _sizes(optimizer.state.values())
-    twins = [nn.Parameter(part_of(param).detach().to("meta")) for param, _ in trained]  # which have no memory
-    for twin in twins:
-        twin.grad = torch.empty_like(twin)
+    without_memory = [nn.Parameter(part_of(param).detach().to("meta")) for param, _ in trained]
+    for param in without_memory:
+        param.grad = torch.empty_like(param)
     kind: Any = type(optimizer)
     options = inspect.signature(kind).parameters.keys() - {"fused", "foreach", "capturable"}
     try:
-        twin_optimizer = kind(twins, **{key: it for key, it in optimizer.defaults.items() if key in options})
-        twin_optimizer.step()
+        tried = kind(without_memory, **{key: it for key, it in optimizer.defaults.items() if key in options})
+        tried.step()
     except (RuntimeError, TypeError):  # the step reads values, or the constructor takes other arguments
         return {"masters": None, "moments": None}
-    return _sizes(twin_optimizer.state.values())
+    return _sizes(tried.state.values())
 
 
 def _kept_by_a_forward(model: nn.Module, loss: Loss) -> tuple[int, int]:

@@ -15,7 +15,7 @@ class ColwiseParallel(parallel.ColwiseParallel):
     >>> parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
     Each process holds some rows of the weight and computes their columns of the output, with the same kernels as
-    without tensor parallelism. RowwiseParallel has no such twin: it sums up after the layer, but the activation needs
+    without tensor parallelism. RowwiseParallel has no such form: it sums up after the layer, but the activation needs
     the whole sum.
 
     Args:

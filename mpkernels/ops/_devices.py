@@ -35,7 +35,7 @@ def decide() -> None:
             left_out[device] = why
 
 
-def look_now() -> None:
+def begin_to_use_cuda() -> None:
     """Have torch begin to use CUDA, where there is a device."""
     if torch.cuda.is_available():
         torch.cuda.init()

@@ -1,4 +1,4 @@
-"""A list of tensors as a Triton kernel sees it: rows of flat memory in chunks. csrc/common/table.h is its C++ twin."""
+"""A list of tensors as a Triton kernel sees it: rows of flat memory in chunks. csrc/common/table.h has it in C++."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="untyped-decorator"
 

@@ -125,7 +125,7 @@ class Engine(SkippingOptimizer):
         """Bring the masters up to date with the weights, after both were loaded, and warn if they don't fit."""
         if torch.compiler.is_compiling():
             return
-        if any(it.is_cuda for it in params_of(self)) and is_current_stream_capturing():
+        if any(param.is_cuda for param in params_of(self)) and is_current_stream_capturing():
             return  # comparing waits for the device; kernels follow written weights anyway, but don't warn
         self._is_loaded = False
         masters.compare_loaded(type(self).__name__, *offloading.weights_and_states(self))
@@ -149,7 +149,7 @@ class Engine(SkippingOptimizer):
         if torch.compiler.is_compiling():
             return self._new_plans(params, grads), grads
         # One plan's kernels check all parameters before they step any; several plans can't wait for each other.
-        moved = [it.has_moved if len(self._plans) > 1 else it.first_has_moved for it in self._plans]
+        moved = [plan.has_moved if len(self._plans) > 1 else plan.first_has_moved for plan in self._plans]
         known = self._foundations
         if known is None or any(moved) or not known.hold(self.param_groups, params, grads, self.state):
             self._plans = self._new_plans(params, grads)
@@ -197,7 +197,7 @@ class Engine(SkippingOptimizer):
             super().load_state_dict(state_dict)
 
     def _host_for_grads(self) -> HostGrads | None:
-        return self._offload.arrived if self._offload and any(it.is_cuda for it in params_of(self)) else None
+        return self._offload.arrived if self._offload and any(param.is_cuda for param in params_of(self)) else None
 
     @torch.no_grad()
     def step_alone(self, group_number: int, place: int, param: Tensor) -> None:

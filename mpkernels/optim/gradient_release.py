@@ -149,7 +149,7 @@ class GradientRelease:
 
 def releases_of(params: Iterable[Tensor]) -> list[GradientRelease]:
     """Return what frees the grads of these parameters now."""
-    found = [known() for it in params if (known := _last_release.get(it)) is not None]
+    found = [known() for param in params if (known := _last_release.get(param)) is not None]
     return [release for release in dict.fromkeys(found) if release is not None and release.is_on]
 
 

@@ -164,8 +164,8 @@ class Masters(SkippingOptimizer):
             settled_grads([param])
             are_new = self._is_loaded or self._fp32_states is not self.state
             self._prepare(params_of(self) if are_new else [param])
-            twin = wrappable.twin_of(self.wrapped, {**group, "params": [param]}, self.state)
-            self._wide_weights.step(twin, twin.param_groups, 1.0)
+            copied = wrappable.copy_with_group(self.wrapped, {**group, "params": [param]}, self.state)
+            self._wide_weights.step(copied, copied.param_groups, 1.0)
             param.grad = None
 
     def _prepare(self, params: Sequence[Tensor]) -> None:

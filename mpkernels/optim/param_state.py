@@ -92,7 +92,7 @@ def portable(rule: OptimizerRule, param: Tensor, state: State, in_one_dtype: boo
     unfit = masters.unfit(param, state)
     state = {key: value for key, value in state.items() if key not in unfit} if unfit else state
     state = decoded(rule, param, state)
-    if not rule.ops.rule.counts and "step" in state:  # torch's class takes any optional state for one that has begun
+    if not rule.ops.rule.saves_steps and "step" in state:  # torch's class takes any optional state as begun
         unbegun = rule.ops.rule.states[rule.ops.rule.needed :] if state["step"] == 0 else ()
         state = {key: value for key, value in state.items() if key not in ("step", *unbegun)}
     if in_one_dtype:
@@ -106,7 +106,7 @@ def portable(rule: OptimizerRule, param: Tensor, state: State, in_one_dtype: boo
 def _steps_so_far(rule: OptimizerRule, name: str, saved: Mapping[str, Any], group: Mapping[str, Any]) -> float:
     """Return how many steps a parameter with saved states has taken. Apex counts once for a group. Rules that don't
     count save no number, but their states have begun."""
-    if "step" not in saved and "step" not in group and rule.ops.rule.counts:
+    if "step" not in saved and "step" not in group and rule.ops.rule.saves_steps:
         raise ValueError(f"{name}: a state must have step, the number of steps so far, got {', '.join(saved)}")
     return float(saved.get("step", group.get("step", 1)))
 

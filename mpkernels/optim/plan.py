@@ -137,7 +137,7 @@ class Plan:
     def _shared(self, verdict: Verdict, max_norm: float | None, skipped_steps: Tensor | None) -> tuple[Any, ...]:
         """Return what a step takes beside its lists of tensors: hyperparameters of each group, and the verdict."""
         by_name = list(zip(*map(self._rule.hyperparameters, self.groups), strict=True))
-        count = self._ops.rule.tensors
+        count = self._ops.rule.may_be_tensors
         numbers: list[Any] = by_name
         tensors: list[Tensor] = []
         if any(isinstance(x, Tensor) for values in by_name[:count] for x in values):

@@ -18,7 +18,7 @@ from mpkernels.optim.gradient_release import GradientRelease, releases_in_backwa
 from mpkernels.optim.masters import needs_master
 from mpkernels.optim.offload.grads import HostGrads
 from mpkernels.optim.readback import Readback
-from mpkernels.optim.step_plan import StepPlan, Verdict
+from mpkernels.optim.step_plan import BeforeStep, StepPlan, Verdict
 from mpkernels.optim.under_scaler import NOTHING, Handed, Notes
 from mpkernels.overflow.first_nonfinite import find_nonfinite
 from mpkernels.overflow.ledger import Ledger
@@ -83,8 +83,9 @@ class SkippingOptimizer(torch.optim.Optimizer):
         backwards come before a step, run all but the last one under ``with release.accumulate():``; a second grad of a
         parameter that is stepped in the backward raises. Reentrant checkpoints' grads are kept until the step.
 
-        With ``offload``, each grad goes to the host in the dtype that it has, and is freed on the GPU. There it waits
-        for the step, under no scaler but mpkernels'. Grads of several backwards are added up there in fp32.
+        With ``offload``, which Masters lacks, each grad goes to the host in the dtype that it has, and is freed on the
+        GPU. There it waits for the step, under no scaler but mpkernels'. Grads of several backwards are added up there
+        in fp32.
 
         DistributedDataParallel and FSDP1 would exchange grads after they are freed: under the former the first backward
         raises, under the latter this method does. ``scaler`` is the scaler that you train with, if there is one.
@@ -141,19 +142,19 @@ class SkippingOptimizer(torch.optim.Optimizer):
 
     def _step(self, params: list[Tensor], sharded: bool) -> None:
         handed = self.handed_over() if self._handed is None else self._handed
-        plans, grads, verdict, processes = self._look(params, sharded, handed, may_step=True)
+        plans, grads, verdict, processes, has_stepped = self._look_at_grads(params, sharded, handed, may_step=True)
         if processes is not None:
             verdict = self._agreement.answer(params, verdict, processes, handed.found_inf is not None)
             if handed.scaler is not None and verdict.found_inf is not None:
                 torch_scalers.hand_back(handed.scaler, self, verdict.found_inf)
             self._scaler = None
         is_skipped, vector = None, verdict.outcome
-        for i, plan in enumerate(plans or ()):
+        for i, plan in enumerate(() if has_stepped else plans):
             if i == 0:  # the first plan writes the outcome
                 is_skipped = plan.step(grads, verdict, self.max_norm, None if vector is None else self._skips)
             else:
                 plan.step(grads, verdict._replace(outcome=None), self.max_norm)
-        if plans is not None and not plans and vector is not None:
+        if not plans and vector is not None:
             write_outcome(*verdict[:4], self._skips)  # as a plan would
         if not torch.compiler.is_compiling():
             self.grad_norm = vector[0] if vector is not None and verdict.has_norm else None
@@ -168,11 +169,9 @@ class SkippingOptimizer(torch.optim.Optimizer):
             return self._handed
         return torch_scalers.handed_over(self, self._scaler)
 
-    def _look(
-        self, params: list[Tensor], sharded: bool, handed: Handed, may_step: bool = False
-    ) -> tuple[Sequence[StepPlan] | None, list[Any], Verdict, Processes | None]:
-        """Return the plans, the grads, this process's verdict on them, and the processes that have to agree on one.
-        With ``may_step``, a single plan that looks and steps in one call does so; then no plans are left: None."""
+    def _look_at_grads(self, params: list[Tensor], sharded: bool, handed: Handed, may_step: bool = False) -> BeforeStep:
+        """Look at the grads, if the step checks them. With ``may_step``, a single plan that looks and steps in one call
+        does so."""
         if self._agreement.failures is not None:
             self._agreement.raise_if_one_has_failed()
         try:
@@ -181,7 +180,7 @@ class SkippingOptimizer(torch.optim.Optimizer):
             guarded, processes = self._deciders(plans, params, handed)
             is_idle = processes is None and not any(plan.has_grads for plan in plans)
             if is_idle or not (guarded or handed.found_inf is not None):
-                return plans, grads, Verdict(handed.grad_scale), None
+                return BeforeStep(plans, grads, Verdict(handed.grad_scale))
             device = plans[0].device if plans or processes is None else processes.device_of(params)
             if not torch.compiler.is_compiling():
                 if self._skips is None:
@@ -194,8 +193,9 @@ class SkippingOptimizer(torch.optim.Optimizer):
             verdict = Verdict(handed.grad_scale, found_inf, None, vector, guarded)
             is_one = may_step and guarded and processes is None and len(plans) == 1
             if is_one and plans[0].look_and_step(grads, verdict, self.max_norm, self._skips):
-                return None, grads, verdict, None
-            return plans, grads, _looked_at(plans, params, grads, verdict) if guarded else verdict, processes
+                return BeforeStep(plans, grads, verdict, has_stepped=True)
+            verdict = _over_all_plans(plans, params, grads, verdict) if guarded else verdict
+            return BeforeStep(plans, grads, verdict, processes)
         except Exception:
             self._tell_failure(params, handed)
             raise
@@ -204,7 +204,7 @@ class SkippingOptimizer(torch.optim.Optimizer):
         self, plans: Sequence[StepPlan], params: Sequence[Tensor], handed: Handed
     ) -> tuple[bool, Processes | None]:
         """Return whether the step checks its grads, and the processes that decide with it."""
-        agreement, has_16_bits = self._agreement, any(it.has_16_bit_parameters for it in plans)
+        agreement, has_16_bits = self._agreement, any(plan.has_16_bit_parameters for plan in plans)
         # A process without grads decides as the others do.
         guarded = self.is_guarded(agreement.has_16_bit_parameters if agreement.has_parts else has_16_bits, handed)
         if not guarded and handed.found_inf is None:
@@ -268,7 +268,7 @@ class SkippingOptimizer(torch.optim.Optimizer):
         device = params[0].device if params else torch.device("cpu")
         if are_scaled and getattr(scaler, "_leaves_check", False):  # then the others exchange it without max_norm, too
             handed = handed._replace(outcome=torch.empty(2, dtype=torch.float32, device=device))
-        _, _, here, processes = self._look(params, are_any_sharded(params), handed)
+        _, _, here, processes, _ = self._look_at_grads(params, are_any_sharded(params), handed)
         assert processes is not None  # the caller found them
         unit = put_on(device, scaler._scale).double().square() if are_scaled else torch.ones((), dtype=torch.float64)
         as_scaled = here if here.total_sumsq is None else here._replace(total_sumsq=here.total_sumsq * unit)
@@ -286,7 +286,7 @@ class SkippingOptimizer(torch.optim.Optimizer):
     _own_step: Any  # step without hooks
 
 
-def _looked_at(plans: Sequence[StepPlan], params: Sequence[Tensor], grads: list[Any], known: Verdict) -> Verdict:
+def _over_all_plans(plans: Sequence[StepPlan], params: Sequence[Tensor], grads: list[Any], known: Verdict) -> Verdict:
     """Return what is known with the sum of squares and found_inf over all devices. The latter includes the found_inf of
     a scaler."""
     if not plans:

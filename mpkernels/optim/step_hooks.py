@@ -55,7 +55,7 @@ def tell_of_skip(optimizer: Any) -> None:
 
 
 def refuse_capture(name: str, params: Sequence[Tensor]) -> None:
-    if any(it.is_cuda for it in params) and torch.cuda.is_current_stream_capturing():
+    if any(param.is_cuda for param in params) and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             f"{name}: a step with hooks or of a subclass can't be captured in a CUDA graph under a scaler, because the "
             "host must know whether to skip them; remove them, and clip by max_norm"

@@ -1,9 +1,12 @@
 """What a step knows of its grads, and what it asks of a plan, whoever computes the step."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+from mpkernels.distributed.processes import Processes
 
 
 class Verdict(NamedTuple):
@@ -36,3 +39,13 @@ class StepPlan(Protocol):
     ) -> bool | None:
         """Take one step, or skip it if the verdict is an overflow. ``skipped_steps``, if given, counts the skips.
         Return whether the step was skipped, if the host knows."""
+
+
+class BeforeStep(NamedTuple):
+    """What an optimizer knows when it has looked at its grads."""
+
+    plans: Sequence[StepPlan]
+    grads: list[Any]  # as the plans take them
+    verdict: Verdict  # this process's
+    processes: Processes | None = None  # that have to agree on one
+    has_stepped: bool = False  # in the call that has looked

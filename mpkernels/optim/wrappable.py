@@ -26,7 +26,7 @@ def check(optimizer: Any) -> None:
         raise TypeError(f"Masters: optimizer must be a torch.optim.Optimizer, got {what}{name}")
     if isinstance(optimizer, Engine):
         raise ValueError(f"Masters: optimizer must have no masters yet, got {name}, which keeps its own")
-    if any(isinstance(it, Optimizer) for it in vars(optimizer).values()):
+    if any(isinstance(value, Optimizer) for value in vars(optimizer).values()):
         raise ValueError(f"Masters: optimizer must not hold another one, got {name}; put Masters around the inner one")
     _, *arguments = inspect.signature(kind.step).parameters.values()
     if any(it.default is it.empty and it.kind not in (it.VAR_POSITIONAL, it.VAR_KEYWORD) for it in arguments):
@@ -95,7 +95,7 @@ def refuse_one_that_remembers_steps(optimizer: Any, option: str, also_in_groups:
     """Raise if a step changes an attribute of the optimizer, such as a count of steps, or, if that counts, a value of a
     group: in several calls for one step, that would change once a call."""
     attributes, values = _changed_by_steps(optimizer)
-    if changed := attributes + [f"a group's {it}" for it in values if also_in_groups]:
+    if changed := attributes + [f"a group's {value}" for value in values if also_in_groups]:
         where = "state" if also_in_groups else "state and param_groups"
         raise ValueError(
             f"Masters: optimizer must remember its steps in {where} alone for {option}, got "
@@ -103,14 +103,14 @@ def refuse_one_that_remembers_steps(optimizer: Any, option: str, also_in_groups:
         )
 
 
-def twin_of(optimizer: Any, group: dict[str, Any], state: Any) -> Any:
+def copy_with_group(optimizer: Any, group: dict[str, Any], state: Any) -> Any:
     """Return an optimizer with the same attributes, without hooks, that has this group alone."""
-    twin = object.__new__(type(optimizer))
+    copied = object.__new__(type(optimizer))
     hooks = [key for key in vars(optimizer) if key.endswith("_hooks")]
-    vars(twin).update({key: it for key, it in vars(optimizer).items() if key != "step"})
-    vars(twin).update({key: OrderedDict() for key in hooks})
-    twin.param_groups, twin.state = [group], state
-    return twin
+    vars(copied).update({key: it for key, it in vars(optimizer).items() if key != "step"})
+    vars(copied).update({key: OrderedDict() for key in hooks})
+    copied.param_groups, copied.state = [group], state
+    return copied
 
 
 def _changed_by_steps(optimizer: Any) -> tuple[list[str], list[str]]:
@@ -121,14 +121,16 @@ def _changed_by_steps(optimizer: Any) -> tuple[list[str], list[str]]:
         return [], []
     group, param = min(params, key=lambda it: it[1].numel())
     param = Parameter(torch.ones_like(param, dtype=torch.float32))
-    twin = twin_of(optimizer, {**group, "params": [param]}, defaultdict(dict))
-    for values in (vars(twin), twin.param_groups[0]):
-        values.update({key: _copied(it, {id(optimizer): twin}) for key, it in values.items() if key not in _NOT_COPIED})
+    copied = copy_with_group(optimizer, {**group, "params": [param]}, defaultdict(dict))
+    for values in (vars(copied), copied.param_groups[0]):
+        values.update(
+            {key: _copied(it, {id(optimizer): copied}) for key, it in values.items() if key not in _NOT_COPIED}
+        )
 
     def step() -> tuple[dict[str, Any], dict[str, Any]]:
         param.grad = torch.ones_like(param)
-        type(twin).step(twin)
-        found = vars(twin), twin.param_groups[0]
+        type(copied).step(copied)
+        found = vars(copied), copied.param_groups[0]
         attributes, values = ({key: _contents(it) for key, it in of.items() if key not in _NOT_COPIED} for of in found)
         return attributes, values
 

@@ -103,7 +103,7 @@ def _is_finite(value: Any) -> Tensor | None:
     if are_transforms_active():
         return None
     tensors = [it for it in tensors_in(value) if it.is_floating_point() or it.is_complex()]
-    flags = [_numbers_of(it).isfinite().all() for it in tensors]
+    flags = [_numbers_of(tensor).isfinite().all() for tensor in tensors]
     return _together(flags).all() if flags else None
 
 

@@ -126,7 +126,7 @@ class Ledgers:
         """Fill the records if an inf or NaN was found. ``grads`` has the parameters and their grads on each device."""
         ledger = self._entries[id(optimizer)].ledger
         for device, (params, their_grads) in grads.items():
-            flags = [put_on(device, it.reshape(())) for it in found_infs.values()]
+            flags = [put_on(device, found_inf.reshape(())) for found_inf in found_infs.values()]
             found_inf = flags[0] if len(flags) == 1 else torch.stack(flags).amax()
             ledger.fill(params, their_grads, found_inf, scale, unscaled, partial(params_of, optimizer))
 

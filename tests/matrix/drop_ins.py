@@ -44,7 +44,7 @@ class DropIn:
 
     def saves(self, key: str) -> bool:
         """Return whether checkpoints hold this state: not the step of SGD and Lion, because torch's SGD has none."""
-        return key != "step" or not self.is_ours or self.kind._rule.ops.rule.counts
+        return key != "step" or not self.is_ours or self.kind._rule.ops.rule.saves_steps
 
     def optimizer(self, params: Iterable[Any], **more: Any) -> torch.optim.Optimizer:
         return self.kind(params, **self.options | more)

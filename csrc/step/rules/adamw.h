@@ -18,11 +18,11 @@ struct Adamw {
   // twice as long to compile.
   static constexpr bool kIsTuned = true;
 
-  // The hyperparameters of a group. The first kTensors may be tensors, which are read at each step.
+  // The hyperparameters of a group. The first kMayBeTensors may be tensors, which are read at each step.
   struct Hyperparameters {
     double lr, beta1, beta2, weight_decay, eps;
   };
-  static constexpr int kTensors = 3;
+  static constexpr int kMayBeTensors = 3;
 
   // Numbers that all elements of a parameter share.
   template <class C>

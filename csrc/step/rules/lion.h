@@ -16,7 +16,7 @@ struct Lion {
   struct Hyperparameters {
     double lr, beta1, beta2, weight_decay;
   };
-  static constexpr int kTensors = 3;
+  static constexpr int kMayBeTensors = 3;
 
   template <class C>
   struct Scalars {

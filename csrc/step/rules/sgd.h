@@ -17,7 +17,7 @@ struct Sgd {
   struct Hyperparameters {
     double lr, weight_decay, momentum, dampening, nesterov;  // nesterov: 1 or 0
   };
-  static constexpr int kTensors = 2;
+  static constexpr int kMayBeTensors = 2;
 
   template <class C>
   struct Scalars {

@@ -69,7 +69,9 @@ def by_replacement(method: Method, values: Mapping[str, Any]) -> Any:
     """Call the new method with the old one's arguments. Its defaults and their order may differ. So arguments that had
     a default are passed by name, and left out if they equal the old default."""
     parameters = signature(method.written).parameters.values()
-    is_longer = any(it.kind is it.VAR_POSITIONAL and values[it.name] for it in parameters)  # so none has its default
+    is_longer = any(
+        param.kind is param.VAR_POSITIONAL and values[param.name] for param in parameters
+    )  # so none has its default
     positional, named = list[Any](), dict[str, Any]()
     for parameter in parameters:
         value = values[parameter.name]
@@ -110,7 +112,7 @@ _ORDINARY = (*PLAIN_TENSORS, int, float, bool, type(None))
 def are_halves(layers: Layers) -> bool:
     """Return whether the gate and its other factor are equally wide, so that neither is broadcast. ``layers`` are two
     layers, or one that makes both factors."""
-    first, *second = (_parameters(it)[0].shape[0] for it in layers)
+    first, *second = (_parameters(layer)[0].shape[0] for layer in layers)
     return second == [first] if second else first % 2 == 0
 
 

@@ -81,7 +81,7 @@ def _by_source(module: Module, kind: type) -> Decision:
     recipe, fused, left, covered = [], [], [], list[Module]()
     for name, function, found in _methods_in_reach(kind):
         sites = {index: it for index, it in enumerate(found) if isinstance(it, Site)}
-        verdicts = [_why_left(it, module, function) for it in sites.values()]
+        verdicts = [_why_left(site, module, function) for site in sites.values()]
         chosen, others = partition([*sites.values()], verdicts)
         entries: list[tuple[Any, ...]] = [(index, sites[index].text) for index in chosen]
         fused += [(sites[index].text, _computed_by(sites[index], module, function)) for index in chosen]
@@ -166,5 +166,5 @@ def _holds_both(module: Module) -> str:
     lists = [child for child in children.values() if type(child) in (ModuleList, ModuleDict)]
     listed = [inner for modules in lists for inner in sequential.modules_of(modules)]
     has_matrix = any(map(is_linear, (*children.values(), *attributes.values(), *listed)))
-    has_matrix = has_matrix or any(it is not None and it.ndim > 1 for it in parameters.values())
+    has_matrix = has_matrix or any(param is not None and param.ndim > 1 for param in parameters.values())
     return type(module).__name__ if has_matrix and (uses_activation(module) or any(map(is_activation, listed))) else ""

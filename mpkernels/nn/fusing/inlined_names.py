@@ -151,7 +151,7 @@ def _may_catch(statement: ast.stmt) -> bool:
     """Return whether the statement may catch an error. Context managers of torch let all errors pass."""
     if isinstance(statement, ast.With):
         calls = [it.context_expr for it in statement.items]
-        return not all(isinstance(it, ast.Call) and dotted(it.func).startswith("torch.") for it in calls)
+        return not all(isinstance(call, ast.Call) and dotted(call.func).startswith("torch.") for call in calls)
     return isinstance(statement, ast.AsyncWith | ast.Try | getattr(ast, "TryStar", ast.Try))
 
 

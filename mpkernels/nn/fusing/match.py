@@ -36,7 +36,7 @@ class Match:
         self.options: list[ast.expr] = []  # a dropout's p and training
         self.read: list[Place] = []  # further places that the fused call reads
 
-    def after(self, value: Place | None, passing: int) -> Place | None:
+    def before_last_layer(self, value: Place | None, passing: int) -> Place | None:
         """Match the last layer's call and, in its argument, so many calls of dropouts or identities."""
         self.down, value = self._module(value)
         for _ in range(passing):

@@ -76,8 +76,8 @@ def uses_activation(module: object) -> bool:
     if any(map(is_activation, (*books_of(attributes)[-1].values(), *attributes.values()))):
         return True
     classes = [it for it in type(module).__mro__ if it not in Module.__mro__]
-    values = [it for kind in classes for it in vars(kind).values()]
-    methods = [it.__func__ if isinstance(it, staticmethod | classmethod) else it for it in values]
+    values = [value for kind in classes for value in vars(kind).values()]
+    methods = [value.__func__ if isinstance(value, staticmethod | classmethod) else value for value in values]
     return any(not _NAMES.isdisjoint(names_in(it.__code__)) for it in methods if isinstance(it, FunctionType))
 
 
@@ -105,7 +105,7 @@ def is_linear(value: object) -> bool:
 
 
 Named = Sequence[tuple[str, Any]]
-PLAIN_TENSORS = (Tensor, Parameter)  # no subclasses: for DTensors, quantised weights and stand-ins the plain lines run
+PLAIN_TENSORS = (Tensor, Parameter)  # no subclasses: for DTensors, quantised and fake weights the plain lines run
 _FOREIGN = "holds tensors of another class"
 WATCHED = "has hooks, or a forward of its own"
 PATCHED = "runs what somebody has put in place of torch's own"

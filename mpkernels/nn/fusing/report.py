@@ -60,7 +60,7 @@ class FuseReport(Report):
         modules as they were; meanwhile the host keeps a copy.
         """
         sizes = []
-        device = next((it.device for it in self._model.parameters()), torch.device("cpu"))
+        device = next((param.device for param in self._model.parameters()), torch.device("cpu"))
         not_counted = {storage_of(it) for it in (*self._model.parameters(), *self._model.buffers())}
         for fused in (False, True):
             with (

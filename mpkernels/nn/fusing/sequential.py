@@ -13,7 +13,7 @@ from mpkernels.nn.fusing.originals import LIST_ITER, SEQUENTIAL_ITER
 from mpkernels.nn.fusing.recognise import is_activation, is_layer, known_activation, why_not
 
 
-class Stretch(NamedTuple):
+class Run(NamedTuple):
     """A run of modules: a linear layer and an activation, or a projection that is both. An MLP goes on with any
     dropouts and identities, and another linear layer."""
 
@@ -22,7 +22,7 @@ class Stretch(NamedTuple):
     last: int
     has_projection: bool = False
 
-    def overlaps(self, other: "Stretch") -> bool:
+    def overlaps(self, other: "Run") -> bool:
         return self.first <= other.last and other.first <= self.last
 
     def parts(self, modules: Sequence[Module]) -> tuple[list[Module], object, list[Module]]:
@@ -63,7 +63,7 @@ class Stretch(NamedTuple):
         return why_not(_named(layers), _named([activation]), _named(between))
 
     def text(self, modules: Sequence[Module]) -> str:
-        return ", ".join(type(it).__name__ for it in modules[self.first : self.last + 1])
+        return ", ".join(type(module).__name__ for module in modules[self.first : self.last + 1])
 
     def computed_by(self, modules: Sequence[Module]) -> str:
         _, activation, _ = self.parts(modules)
@@ -71,10 +71,10 @@ class Stretch(NamedTuple):
 
 
 def _named(modules: Sequence[object]) -> list[tuple[str, object]]:
-    return [(type(it).__name__, it) for it in modules]
+    return [(type(module).__name__, module) for module in modules]
 
 
-def runs_of(modules: Sequence[Module]) -> list[Stretch]:
+def runs_of(modules: Sequence[Module]) -> list[Run]:
     """Return all candidates, which may overlap."""
     runs = []
     for at, module in enumerate(modules):
@@ -82,13 +82,13 @@ def runs_of(modules: Sequence[Module]) -> list[Stretch]:
             kind, after = "gated_mlp" if projections.is_gated(module) else "mlp", at + 1
         elif is_layer(module) and is_activation(modules[min(at + 1, len(modules) - 1)]):
             kind, after = "mlp", at + 2
-            runs.append(Stretch("linear_act", at, at + 1))
+            runs.append(Run("linear_act", at, at + 1))
         else:
             continue
         while after < len(modules) and isinstance(modules[after], Dropout | Identity):
             after += 1
         if after < len(modules) and is_layer(modules[after]):
-            runs.append(Stretch(kind, at, after, projections.is_projection(module)))
+            runs.append(Run(kind, at, after, projections.is_projection(module)))
     return runs
 
 
@@ -106,7 +106,7 @@ def is_plain_list(modules: Any) -> bool:
 
 def run_all(container: Any, runs: Sequence[tuple[Any, ...]], value: Any) -> Any:
     """Call the modules one after another, with a fused op in place of each run that is plain."""
-    run_at = {run[1]: Stretch(*run) for run in runs}
+    run_at = {run[1]: Run(*run) for run in runs}
     modules, at = modules_of(container), 0
     while at < len(modules):
         run = run_at.get(at)

@@ -158,7 +158,7 @@ def _matches(kind: str, block: Suite, last: int, expression: ast.expr) -> Iterat
     is_block, is_gated = kind.endswith("mlp"), kind.startswith("gated")
     for passing, gate_at in product(range(1 + _MOST_BETWEEN) if is_block else (0,), (0, 1) if is_gated else (0,)):
         match = Match(Chain(block, last))
-        value = match.after(Place(expression, last), passing) if is_block else Place(expression, last)
+        value = match.before_last_layer(Place(expression, last), passing) if is_block else Place(expression, last)
         matched = match.gated(value, gate_at) if is_gated else match.hidden(value)
         if matched is not None and match.activation is not None:
             x, layers = matched

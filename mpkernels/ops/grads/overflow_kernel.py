@@ -1,4 +1,4 @@
-"""A Triton program's part of the report on a skipped step's grads; csrc/grads/overflow_block.h is its twin."""
+"""A Triton program's part of the report on a skipped step's grads; csrc/grads/overflow_block.h has it in CUDA C++."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="untyped-decorator"
 

@@ -21,7 +21,7 @@ from mpkernels.ops.linear.block_kind import ROUNDING, Kind, Parameters, begin, g
 from mpkernels.ops.linear.linear_act import _linear_act
 
 Casts = tuple[Tensor | None, ...] | None  # fp32 parameters in x's dtype; None for other parameters
-_NONE_OF_SETTINGS = None, None, None, None  # casts, kind, kernel and shape have no gradients
+_NO_GRADIENTS_OF_SETTINGS = None, None, None, None  # casts, kind, kernel and shape have no gradients
 
 
 def compute(kind: Kind, x: Tensor, params: Parameters, casts: Casts, kernel: str, shape: tuple[int, ...]) -> Tensor:
@@ -90,7 +90,7 @@ class _Block(torch.autograd.Function):
         if is_compiling or call.kind.recompute:
             grad_of_kept = None  # torch.compile passes zeros: it knows no second backward
         if dy is None and grad_of_kept is None:
-            return None, *(None for _ in call.layers * 2), *_NONE_OF_SETTINGS
+            return None, *(None for _ in call.layers * 2), *_NO_GRADIENTS_OF_SETTINGS
         x, *params, kept, mask = ctx.saved_tensors
         if dy is None:
             dy = grad_of_kept.new_zeros(call.matrix)  # type: ignore[union-attr]
@@ -99,9 +99,9 @@ class _Block(torch.autograd.Function):
             kept = kept.reshape(call.matrix) if call.is_lone and kept is not None else kept
         saved = Saved(x, Parameters(*params), kept, mask)
         if grad_of_kept is None and (is_compiling or not torch.is_grad_enabled()):
-            return *by_kernels(call, dy, saved), *_NONE_OF_SETTINGS
+            return *by_kernels(call, dy, saved), *_NO_GRADIENTS_OF_SETTINGS
         with without_autocast(dy):
-            return *by_torch(call, dy, saved, grad_of_kept), *_NONE_OF_SETTINGS
+            return *by_torch(call, dy, saved, grad_of_kept), *_NO_GRADIENTS_OF_SETTINGS
 
 
 # _Block.apply without the search for transforms that are over, with which it begins before torch 2.14.

@@ -14,8 +14,8 @@ from mpkernels.ops.linear.linear_dact import _linear_dact
 from mpkernels.ops.linear.linear_gated import _linear_dgated, gradients
 
 Gradients = tuple[Tensor | None, ...]  #: of x and of each of the Parameters, or of x and of the first two
-_OfLayer = tuple[Tensor | None, Tensor | None, Tensor | None]  # of x, weight and bias
-_NONE_OF_PARAMETERS = None, None, None, None  # of the layers besides the first
+_LayerGradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # of x, weight and bias
+_NO_GRADIENTS_OF_LATER_LAYERS = None, None, None, None  # of the layers besides the first
 
 
 class Wanted(NamedTuple):
@@ -62,12 +62,12 @@ def by_kernels(call: Call, dy: Tensor, saved: Saved) -> Gradients:
     of_first = _layer_by_kernels(
         call, call.layers[0], dy, saved.x, saved.params.weight, kept, call.kind.activation, call.wants_x
     )
-    return of_first if len(call.layers) == 1 else (*of_first, *_NONE_OF_PARAMETERS)
+    return of_first if len(call.layers) == 1 else (*of_first, *_NO_GRADIENTS_OF_LATER_LAYERS)
 
 
 def _layer_by_kernels(
     call: Call, wanted: Wanted, dz: Tensor, x: Any, weight: Any, kept: Tensor, activation: str, wants_x: bool
-) -> _OfLayer:
+) -> _LayerGradients:
     """Return the gradients of one layer. ``dz`` is the gradient of what the activation returns."""
     wants_weight, wants_bias = wanted.weight is not None, wanted.bias is not None
     if not (wants_x or wants_weight or wants_bias):

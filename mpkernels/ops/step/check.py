@@ -60,9 +60,9 @@ def _check_groups(rule: Rule, call: Arguments) -> None:
     for name, values_by_group in zip((*rule.hyperparameters, "maximize"), values, strict=True):
         if len(values_by_group) != groups:
             raise ValueError(f"{op}: {name} must hold one for each of {groups} groups, got {len(values_by_group)}")
-    if len(call.on_device) not in (0, rule.tensors * groups):
+    if len(call.on_device) not in (0, rule.may_be_tensors * groups):
         raise ValueError(
-            f"{op}: on_device must be empty or hold {rule.tensors} for each group, got {len(call.on_device)}"
+            f"{op}: on_device must be empty or hold {rule.may_be_tensors} for each group, got {len(call.on_device)}"
         )
     for i, tensor in enumerate(call.on_device):
         if tensor.numel() and (tensor.numel() != 1 or tensor.dtype not in (torch.float32, torch.float64)):

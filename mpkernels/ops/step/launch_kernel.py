@@ -53,7 +53,7 @@ def step_kernel(
     IS_CLIPPED: tl.constexpr, HAS_FP64: tl.constexpr, HAS_INT8: tl.constexpr, HAS_OPTIONAL: tl.constexpr,
     HAS_REMAINDER: tl.constexpr, DTYPE: tl.constexpr, GRAD_DTYPE: tl.constexpr, STATE_DTYPE: tl.constexpr,
     WEIGHT_DTYPE: tl.constexpr, STATES: tl.constexpr, NEEDED: tl.constexpr, NOT_NEGATIVE: tl.constexpr,
-    TENSORS: tl.constexpr, HYPERPARAMETERS: tl.constexpr, SCALARS: tl.constexpr, STEP: tl.constexpr,
+    MAY_BE_TENSORS: tl.constexpr, HYPERPARAMETERS: tl.constexpr, SCALARS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Step one chunk. The last seven arguments are the rule's: what ``Rule`` says, and its functions."""
     if begin_step(rows, call, tensors, grad_scale, found_inf, total_sumsq, outcome, skipped_steps, report, chunk_lines):
@@ -65,9 +65,9 @@ def step_kernel(
         call + tensors + tensor, _tensor_table.chunks_of(row)
     ):  # the others have read the count
         tl.store(step, steps_before + 1)
-    group = call + 2 * tensors + 1 + tl.load(row + row_words.GROUP) * (2 * TENSORS + HYPERPARAMETERS + 2)
+    group = call + 2 * tensors + 1 + tl.load(row + row_words.GROUP) * (2 * MAY_BE_TENSORS + HYPERPARAMETERS + 2)
     norm_of = total_sumsq if IS_CLIPPED else None
-    scalars = scalars_of(group, steps_before, grad_scale, norm_of, TENSORS, HYPERPARAMETERS, SCALARS, NEEDED)
+    scalars = scalars_of(group, steps_before, grad_scale, norm_of, MAY_BE_TENSORS, HYPERPARAMETERS, SCALARS, NEEDED)
     arrays = arrays_of(
         row, tl.load(call + tensor), DTYPE, GRAD_DTYPE, STATE_DTYPE, WEIGHT_DTYPE, HAS_OPTIONAL, HAS_REMAINDER,
         STATES, NEEDED,
@@ -88,8 +88,8 @@ def step_kernel(
 def facts_of_rule(rule: Rule) -> dict[str, int]:
     not_negative = sum((state in rule.not_negative) << i for i, state in enumerate(rule.states))
     return {
-        "STATES": len(rule.states), "NEEDED": rule.needed, "NOT_NEGATIVE": not_negative, "TENSORS": rule.tensors,
-        "HYPERPARAMETERS": len(rule.hyperparameters),
+        "STATES": len(rule.states), "NEEDED": rule.needed, "NOT_NEGATIVE": not_negative,
+        "MAY_BE_TENSORS": rule.may_be_tensors, "HYPERPARAMETERS": len(rule.hyperparameters),
     }  # fmt: skip
 
 
@@ -99,10 +99,10 @@ def group_words(rule: Rule, call: Arguments) -> list[int]:
     numbers = (*call.hyperparameters, sign, [call.max_norm] * groups)
     by_value = torch.tensor(numbers, dtype=torch.float64, device="cpu").view(torch.int64).t()
     tensors = [(it.data_ptr(), _tensor_table.CODES[it.dtype]) for it in call.on_device] or [(0, 0)] * (
-        rule.tensors * groups
+        rule.may_be_tensors * groups
     )
-    pairs = torch.tensor(tensors, device="cpu").view(-1, rule.tensors, 2)
-    by_tensor = pairs.transpose(1, 2).reshape(-1, 2 * rule.tensors)
+    pairs = torch.tensor(tensors, device="cpu").view(-1, rule.may_be_tensors, 2)
+    by_tensor = pairs.transpose(1, 2).reshape(-1, 2 * rule.may_be_tensors)
     words: list[int] = torch.cat((by_tensor, by_value), 1).flatten().tolist()
     return words
 
@@ -127,7 +127,11 @@ def launch(rule: Rule, scalars: Any, step: Any, *arguments: Any) -> None:
         grads.append(_tensor_table.lend(call.grads[i], like))
         words_of_rows.append(row_words.words(call, i, group, arrays, grads[i]))
     rows, words, tensors, chunks = _tensor_table.build(
-        flat, [it.data_ptr() for it in grads], call_words=group_words(rule, call), row_words=words_of_rows, chunk=CHUNK
+        flat,
+        [grad.data_ptr() for grad in grads],
+        call_words=group_words(rule, call),
+        row_words=words_of_rows,
+        chunk=CHUNK,
     )
     chunk_lines = None if call.report is None else call.report.new_empty(chunks * FIELDS.value)
     step_kernel[(chunks,)](

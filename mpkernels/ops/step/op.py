@@ -52,8 +52,8 @@ class StepOps:
                 of group_sizes. An entry of masters, scales or a list of states that the rule can do without is empty
                 where a parameter has none, and the whole list where no parameter has one. A master is fp32, or an
                 int16 remainder (split.py); states are fp32, bf16, or int8 with scales (int8.py), those of the first
-                state first. on_device is empty, or holds the first hyperparameters of each group (``rule.tensors``):
-                one fp32 or fp64 where it is a tensor, else an empty tensor.
+                state first. on_device is empty, or holds the hyperparameters of each group that may be tensors: one
+                fp32 or fp64 where it is a tensor, else an empty tensor.
             grad_scale: one fp32; grads are divided by it.
             found_inf: one fp32; nothing moves, no step is counted, unless it is 0.
             total_sumsq: one fp64, of the grads before they are unscaled. If given, the grads are clipped to max_norm,
@@ -107,7 +107,7 @@ def _scalars(rule: Rule, call: Arguments, i: int, group: int) -> tuple[Tensor, A
     """Return what grads are multiplied by, and the rule's scalars, in fp64."""
     step = call.steps[i].reshape(()).double() + 1
     values = [torch.full_like(step, values_by_group[group]) for values_by_group in call.hyperparameters]
-    for k, tensor in enumerate(call.on_device[rule.tensors * group :][: rule.tensors]):
+    for k, tensor in enumerate(call.on_device[rule.may_be_tensors * group :][: rule.may_be_tensors]):
         if tensor.numel():
             values[k] = tensor.reshape(()).double()
     factor = grad_factor(step, call.grad_scale, call.total_sumsq, call.max_norm)

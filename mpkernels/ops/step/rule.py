@@ -12,8 +12,8 @@ class Rule(NamedTuple):
     needed: int  # how many of the states are always there; the others depend on an option
     not_negative: tuple[str, ...]  # the states that are never negative; 8-bit codes hold their roots
     hyperparameters: tuple[str, ...]  # of a group
-    tensors: int  # how many of the hyperparameters, from the first on, may be tensors on the device
-    counts: bool  # whether checkpoints hold the number of steps of each parameter
+    may_be_tensors: int  # how many of the hyperparameters, from the first on, may be tensors on the device
+    saves_steps: bool  # whether checkpoints hold the number of steps of each parameter
     # Takes the hyperparameters of a group and the number of this step, 1 at the first step, as 0-dim fp64 tensors or
     # floats. Returns a named tuple of such numbers, which all elements of a parameter share.
     scalars: Callable[..., Any]

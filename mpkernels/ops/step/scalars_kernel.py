@@ -13,12 +13,12 @@ from mpkernels.ops.step.skip_and_clip_kernel import grad_factor, load_fp64
 
 
 @triton.jit
-def hyperparameter(group, which: tl.constexpr, TENSORS: tl.constexpr):
-    value = load_fp64(group + 2 * TENSORS + which)
-    if which < TENSORS:
+def hyperparameter(group, which: tl.constexpr, MAY_BE_TENSORS: tl.constexpr):
+    value = load_fp64(group + 2 * MAY_BE_TENSORS + which)
+    if which < MAY_BE_TENSORS:
         address = tl.load(group + which)
         if address != 0:
-            if tl.load(group + TENSORS + which) == FP64:
+            if tl.load(group + MAY_BE_TENSORS + which) == FP64:
                 value = tl.load(address.to(tl.pointer_type(tl.float64)))
             else:
                 value = tl.load(address.to(tl.pointer_type(tl.float32))).to(tl.float64)
@@ -31,17 +31,17 @@ def scalars_of(
     steps_before,
     grad_scale,
     total_sumsq,
-    TENSORS: tl.constexpr,
+    MAY_BE_TENSORS: tl.constexpr,
     HYPERPARAMETERS: tl.constexpr,
     SCALARS: tl.constexpr,
     NEEDED: tl.constexpr,
 ):
     """Return what grads are multiplied by, and the rule's scalars, in fp64."""
-    sign_and_max_norm, hyperparameters = group + 2 * TENSORS + HYPERPARAMETERS, ()
+    sign_and_max_norm, hyperparameters = group + 2 * MAY_BE_TENSORS + HYPERPARAMETERS, ()
     if NEEDED == 0:  # a kernel without states has so few registers that hyperparameters spill around these divisions
         factor = grad_factor(sign_and_max_norm, grad_scale, total_sumsq)
     for which in tl.static_range(HYPERPARAMETERS):
-        hyperparameters += (hyperparameter(group, which, TENSORS),)
+        hyperparameters += (hyperparameter(group, which, MAY_BE_TENSORS),)
     if NEEDED > 0:
         factor = grad_factor(sign_and_max_norm, grad_scale, total_sumsq)
     return factor, SCALARS(hyperparameters, steps_before.to(tl.float64) + 1)

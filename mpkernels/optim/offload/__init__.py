@@ -21,6 +21,6 @@ Twins are pinned, so weights go back without a copy to yet another buffer: that 
 traffic a parameter, where a step with 8-bit moments takes 16. The pinned memory is the twins' own.
 """
 
-from mpkernels.optim.offload.offload import Offload, have_left, home_of, weights_and_states
+from mpkernels.optim.offload.offload import Offload, has_grads_on_host, home_of, weights_and_states
 
-__all__ = ["Offload", "have_left", "home_of", "weights_and_states"]
+__all__ = ["Offload", "has_grads_on_host", "home_of", "weights_and_states"]

@@ -103,7 +103,7 @@ class Slices:
 
     def begin(self, grads: Sequence[Tensor]) -> None:
         """Have later copies wait for all that the current streams of these grads' devices were given so far."""
-        for lane in {self._lanes[it.device]: None for it in grads}:
+        for lane in {self._lanes[grad.device]: None for grad in grads}:
             lane.follow()
 
     def start(self, bucket: int, grads: Sequence[Tensor], there: Sequence[Tensor]) -> None:

@@ -28,7 +28,7 @@ class Offload:
     def gather(self, optimizer: Any, params: Sequence[Tensor], grads: list[Any]) -> list[Any]:
         """Return the grads, of which some or all may have come to the host. Bring twins up to date with weights that
         somebody has written to."""
-        if len(self.twins) == 0 and not any(it.is_cuda for it in params):
+        if len(self.twins) == 0 and not any(param.is_cuda for param in params):
             return grads
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
@@ -53,7 +53,7 @@ class Offload:
     def step_of(self, optimizer: Any, params: Sequence[Tensor]) -> Any:
         """Return the function that takes the optimizer's step, which torch.compile must not trace."""
         name, step = type(optimizer).__name__, optimizer._step
-        if may_be_compiled() and any(it.is_cuda for it in params):
+        if may_be_compiled() and any(param.is_cuda for param in params):
             return as_written(f"{name}: step", step, _NO_GRAPH)
         return step
 
@@ -61,7 +61,7 @@ class Offload:
         """Return a parameter's home, and its state, moved there: a loader may have put some of it elsewhere."""
         home = self.twins.home(param)
         device = part_of(home.detach()).device
-        if all(_is_there(it, device) for it in state.values()):
+        if all(_is_there(value, device) for value in state.values()):
             return home, state
         return home, {key: it if _is_there(it, device) else _moved(home, it) for key, it in state.items()}
 
@@ -79,7 +79,7 @@ class Offload:
         for i in places:
             group, param, state = rows[i]
             rows[i] = group, self.twins.home(param), state
-        sizes = [it.numel() * it.itemsize for it in parts_of([grads[i] for i in places])]
+        sizes = [part.numel() * part.itemsize for part in parts_of([grads[i] for i in places])]
         kept = optimizer._ledger, optimizer._agreement.parts, self.twins, self.arrived, self._slices
         return OffloadedPlan(optimizer._rule, rows, params, places, sizes, *kept)
 
@@ -99,7 +99,7 @@ def weights_and_states(optimizer: Any) -> tuple[list[Tensor], Mapping[Tensor, St
     return list(homes.values()), {home: states[param] for param, home in homes.items()}
 
 
-def have_left(optimizer: Any) -> bool:
+def has_grads_on_host(optimizer: Any) -> bool:
     """Return whether some of an optimizer's grads wait on the host, where their parameters show none."""
     offload = getattr(unwrapped(optimizer), "_offload", None)  # other classes may have any attributes
     return isinstance(offload, Offload) and any(map(offload.arrived.have, params_of(optimizer)))

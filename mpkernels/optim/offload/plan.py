@@ -108,7 +108,7 @@ class OffloadedPlan:
         found = []
         for bucket in self._buckets:
             places = [i for i in bucket if grads[i].is_cuda]
-            found.append((places, [dense(it) for it in parts_of([grads[i] for i in places])]))
+            found.append((places, [dense(part) for part in parts_of([grads[i] for i in places])]))
         return found
 
     def _on_host(self, grads: list[Any], buckets: list[tuple[list[int], list[Tensor]]]) -> list[Any]:

@@ -102,7 +102,7 @@ class Twins:
     def send(self, params: Iterable[Tensor]) -> None:
         """Start to copy the twins that have changed to these weights."""
         pairs = []
-        changed = [it for it in params if it in self._twins and self._twins[it].is_ahead()]
+        changed = [param for param in params if param in self._twins and self._twins[param].is_ahead()]
         parts = parts_of(changed)
         for part, twin in zip(parts, map(self._twins.__getitem__, changed), strict=True):
             if twin.room is None:
@@ -110,7 +110,7 @@ class Twins:
             else:
                 pairs += (twin.room, twin.part), (part, twin.room)
         self._lanes.copy_all(pairs)
-        torch.autograd.graph.increment_version([it for it in changed if is_sharded(it)])
+        torch.autograd.graph.increment_version([param for param in changed if is_sharded(param)])
         for param, part in zip(changed, parts, strict=True):
             self._twins[param].note(param, part)
 

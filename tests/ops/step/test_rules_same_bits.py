@@ -97,7 +97,7 @@ def test_hyperparameters_may_be_tensors_on_the_device(target, line, which, dtype
     """The results equal those of floats, also if only some hyperparameters are tensors."""
     model = {"sizes": (33,), "states": (F32,), "weights": WEIGHTS[:2]}
     by_value, on_device = rows_on(target, line, **model), rows_on(target, line, **model)
-    may_be_tensors = list(line.hypers)[: line.ops.rule.tensors]
+    may_be_tensors = list(line.hypers)[: line.ops.rule.may_be_tensors]
     names = may_be_tensors[which]
     rounded = {name: tuple(torch.tensor(line.hypers[name], dtype=dtype).double().tolist()) for name in names}
     hypers, nothing = line.hypers | rounded, torch.empty(0, device=target.device)

@@ -50,8 +50,8 @@ ADAMW = Rule(
     needed=2,  # max_exp_avg_sq is there with amsgrad
     not_negative=("exp_avg_sq", "max_exp_avg_sq"),
     hyperparameters=("lr", "beta1", "beta2", "weight_decay", "eps"),
-    tensors=3,
-    counts=True,
+    may_be_tensors=3,
+    saves_steps=True,
     scalars=scalars,
     step=step,
 )

@@ -36,8 +36,8 @@ LION = Rule(
     needed=1,
     not_negative=(),
     hyperparameters=("lr", "beta1", "beta2", "weight_decay"),
-    tensors=3,
-    counts=False,
+    may_be_tensors=3,
+    saves_steps=False,
     scalars=scalars,
     step=step,
 )

@@ -47,8 +47,8 @@ SGD = Rule(
     needed=0,  # the buffer is there with momentum
     not_negative=(),
     hyperparameters=("lr", "weight_decay", "momentum", "dampening", "nesterov"),
-    tensors=2,
-    counts=False,
+    may_be_tensors=2,
+    saves_steps=False,
     scalars=scalars,
     step=step,
 )

@@ -14,7 +14,7 @@ struct Rmsprop {
   struct Hyperparameters {
     double lr, alpha, eps;
   };
-  static constexpr int kTensors = 1;
+  static constexpr int kMayBeTensors = 1;
   template <class C>
   struct Scalars {
     C lr, alpha, weight, eps;

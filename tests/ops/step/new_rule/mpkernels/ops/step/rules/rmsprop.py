@@ -19,6 +19,6 @@ def step(weight, grad, states, scalars):
 
 RMSPROP = Rule(
     name="rmsprop", states=("square_avg",), needed=1, not_negative=("square_avg",),
-    hyperparameters=("lr", "alpha", "eps"), tensors=1, counts=False, scalars=scalars, step=step,
+    hyperparameters=("lr", "alpha", "eps"), may_be_tensors=1, saves_steps=False, scalars=scalars, step=step,
 )  # fmt: skip
 rmsprop_ = StepOps(RMSPROP)

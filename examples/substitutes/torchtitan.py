@@ -1,4 +1,4 @@
-"""A stand-in for torchtitan.components.optimizer, from its documentation: the parts that a container's subclass uses.
+"""A substitute for torchtitan.components.optimizer, from its documentation: the parts that a container's subclass uses.
 
 Like torchtitan 0.3.0, it gives each parameter to the first group whose pattern its name matches, makes one optimizer
 of each kind, and has state dicts whose keys are the parameters' names. It has nothing else of torchtitan.
