@@ -1,4 +1,4 @@
-"""A substitute for nemo_automodel.components.optim.optimizer, written from its documentation: a class built by its name.
+"""A substitute for nemo_automodel.components.optim.optimizer, from its documentation: a class built by its name.
 
 Like NeMo Automodel 0.7.0, it imports a dotted path, and calls the class with the trainable parameters of each part of
 the model and the other keys. It has none of Automodel's own optimizers, groups, meshes and trainers.

@@ -1,8 +1,9 @@
 """Finds the hooks that run around an optimizer's step, its loading and its saving."""
 
+from collections.abc import Callable
 from typing import Any
 
-from mpkernels._torch_private.finding import look_up
+from mpkernels._torch_private.finding import look_up, maybe
 
 
 def hooks_of_loading(optimizer: Any) -> tuple[dict[int, Any], dict[int, Any]]:
@@ -19,6 +20,8 @@ def hooks_of_saving(optimizer: Any) -> tuple[list[Any], list[Any]]:
     return before, after
 
 
+# Whether a profiler runs. Without torch's function: always, and steps take longer.
+is_profiling: Callable[[], bool] = look_up("torch.autograd", "_profiler_enabled", maybe)
 _NONE: dict[int, Any] = {}
 _hooks_of_all_steps: tuple[Any, ...] = tuple(
     look_up("torch.optim.optimizer", f"_global_optimizer_{kind}_hooks", {}) for kind in ("pre", "post")

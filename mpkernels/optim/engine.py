@@ -19,6 +19,7 @@ from mpkernels.optim.offload.grads import HostGrads
 from mpkernels.optim.optimizer_rule import OptimizerRule
 from mpkernels.optim.plan import Foundations, Plan
 from mpkernels.optim.skipping_optimizer import SkippingOptimizer
+from mpkernels.optim.step_hooks import with_hooks
 from mpkernels.optim.step_plan import Verdict
 
 
@@ -79,6 +80,7 @@ class Engine(SkippingOptimizer):
         self._plans: list[Plan] = []
         self._foundations: Foundations | None = None
 
+    @with_hooks
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step with the grads of all parameters, or skip it if the guard or a scaler finds an inf or NaN.
 
@@ -113,7 +115,7 @@ class Engine(SkippingOptimizer):
                 self._release.after_step(self)
         return loss
 
-    _own_step = step  # without hooks
+    our_step = step
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the grads as torch does. A backward that has failed under ``release_grads`` is forgotten."""

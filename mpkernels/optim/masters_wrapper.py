@@ -16,6 +16,7 @@ from mpkernels.ops._checks import suggests_options
 from mpkernels.optim import checkpoint, group_options, masters, torchao_offload, wrappable
 from mpkernels.optim.gradient_release import end_earlier_releases
 from mpkernels.optim.skipping_optimizer import SkippingOptimizer
+from mpkernels.optim.step_hooks import with_hooks
 from mpkernels.optim.wide_weights import WideWeights
 from mpkernels.optim.wrapped_plan import WrappedPlan
 from mpkernels.overflow.ledger import Ledger
@@ -116,6 +117,7 @@ class Masters(SkippingOptimizer):
         if self._release is not None:
             self._release.begin_anew()
 
+    @with_hooks
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Have the wrapped optimizer step, or skip the step if the guard or a scaler finds an inf or NaN.
 
@@ -135,7 +137,7 @@ class Masters(SkippingOptimizer):
                 self._release.after_step(self)
         return loss
 
-    _own_step = step  # without hooks
+    our_step = step
 
     def _plans_for(self, params: list[Tensor], grads: list[Any]) -> tuple[list[WrappedPlan], list[Any]]:
         """Return the one plan, made anew for each step. It steps also without grads, as the wrapped class would."""

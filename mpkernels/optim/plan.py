@@ -60,6 +60,8 @@ class Plan:
         self._lists = *_lists_of(rule, groups, states, nothing), sizes
         shares = [1.0] if parts is None else parts.shares(params)
         self._shares = None if set(shares) == {1.0} else torch.tensor(shares, dtype=torch.float64, device=self.device)
+        self._options: list[Any] = []  # that these were made of
+        self._hyperparameters: tuple[list[Any], ...] = ()
         self._native: _NativePlan | None = None
         self._may_be_native = not is_for_once and type(nothing) is Tensor  # C++ can't keep fake tensors
 
@@ -136,7 +138,20 @@ class Plan:
 
     def _shared(self, verdict: Verdict, max_norm: float | None, skipped_steps: Tensor | None) -> tuple[Any, ...]:
         """Return what a step takes beside its lists of tensors: hyperparameters of each group, and the verdict."""
-        by_name = list(zip(*map(self._rule.hyperparameters, self.groups), strict=True))
+        options = [(*self._rule.hyperparameters(group), group["maximize"]) for group in self.groups]
+        flat = [*chain.from_iterable(options)]
+        if not _are_same(flat, self._options):
+            self._hyperparameters = self._hyperparameters_of(options)
+            self._options = [] if any(isinstance(x, Tensor) for x in flat) else flat  # a tensor's number may change
+        return (
+            *self._hyperparameters,
+            *(None if it is None else put_on(self.device, it) for it in verdict[:3]),
+            *(max_norm or math.inf, verdict.outcome, skipped_steps, self.report),
+        )
+
+    def _hyperparameters_of(self, options: list[tuple[Any, ...]]) -> tuple[list[Any], ...]:
+        """Return a list of each hyperparameter and of maximize, and the hyperparameters that are read on the device."""
+        *by_name, maximize = zip(*options, strict=True)
         count = self._ops.rule.may_be_tensors
         numbers: list[Any] = by_name
         tensors: list[Tensor] = []
@@ -144,13 +159,8 @@ class Plan:
             tensors = self._on_device(by_name[:count])
             numbers = [[0.0 if self._is_read_in_place(x) else x for x in values] for values in by_name[:count]]
             numbers += by_name[count:]
-        return (
-            *map(list, numbers),  # the op's schema makes them floats, and refuses text, which float() takes
-            [bool(group["maximize"]) for group in self.groups],
-            tensors,
-            *(None if it is None else put_on(self.device, it) for it in verdict[:3]),
-            *(max_norm or math.inf, verdict.outcome, skipped_steps, self.report),
-        )
+        # The op's schema makes them floats, and refuses text, which float() takes.
+        return *map(list, numbers), list(map(bool, maximize)), tensors
 
     def _increment_versions(self, params: list[Tensor]) -> None:
         """Tell autograd that these parameters have changed, and the DTensors whose parts they are."""

@@ -254,7 +254,7 @@ class SkippingOptimizer(torch.optim.Optimizer):
         if not notes.skip_is_taken:
             self._handed = handed
             try:
-                self._own_step()
+                self.our_step.__wrapped__(self)  # without hooks
             finally:
                 self._handed = None
             notes.skip_is_taken = True
@@ -283,7 +283,7 @@ class SkippingOptimizer(torch.optim.Optimizer):
         )
         return found_inf
 
-    _own_step: Any  # step without hooks
+    our_step: Any  # the class's step, which a subclass may replace
 
 
 def _over_all_plans(plans: Sequence[StepPlan], params: Sequence[Tensor], grads: list[Any], known: Verdict) -> Verdict:
