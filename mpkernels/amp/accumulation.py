@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mpkernels._shared.call_model import refuse_no_model, refuse_no_optimizer
+from mpkernels._shared.dtypes import dtype_of
 from mpkernels._shared.parameters import params_of, unwrapped
 from mpkernels.amp.clipping import clip_grad_norm_
 from mpkernels.amp.inf_check import given_group
@@ -55,7 +56,7 @@ def accumulate(
     scaler: torch.amp.GradScaler | None = None,
     max_norm: float | None = None,
     weigh: Callable[[Any], float] | None = None,
-    grad_dtype: torch.dtype | None = None,
+    grad_dtype: torch.dtype | str | None = None,
 ) -> Iterator[MicroBatch]:
     """Yield the batches, and take one step for each group of ``every`` batches. The last group may have fewer.
 
@@ -99,7 +100,7 @@ def accumulate(
     adds_up = release is not None and release.adds_up
     if max_norm is not None and release is not None and (release.steps_alone or adds_up):
         raise ValueError("accumulate: max_norm must be given to AdamW, before release_grads: no grad is left to clip")
-    if grad_dtype not in (None, torch.float32):
+    if dtype_of(grad_dtype) not in (None, torch.float32):
         raise ValueError(f"accumulate: grad_dtype must be torch.float32 or None, got {grad_dtype!r}")
     wide = None if grad_dtype is None or adds_up else WideGrads("accumulate", optimizer, model)
     scaler = torch.amp.GradScaler("cpu", enabled=False) if scaler is None else scaler

@@ -11,6 +11,7 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from mpkernels._shared.call_model import refuse_no_model
+from mpkernels._shared.dtypes import dtype_of
 from mpkernels._shared.parameters import params_of, unwrapped
 from mpkernels._torch_private.modules import SpectralParametrization, pre_hooks_of
 from mpkernels.amp.mixed_class import Mixed, mixed_class, own_forward_of
@@ -31,7 +32,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 def to_mixed(
     model: Model,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype | str = torch.bfloat16,
     keep_fp32: Iterable[str] = (),
     optimizer: torch.optim.Optimizer | None = None,
 ) -> Model:
@@ -51,7 +52,7 @@ def to_mixed(
 
     Args:
         model: the model to convert. Its parameters must be fp32, or ``dtype`` already.
-        dtype: ``torch.bfloat16``, or ``torch.float16``, which needs a GradScaler.
+        dtype: ``torch.bfloat16``, or ``torch.float16``, which needs a GradScaler; or the name of one.
         keep_fp32: names of further modules and parameters that stay fp32, as in ``named_modules`` and
             ``named_parameters``; ``*`` matches anything.
         optimizer: the model's optimizer of ``mpkernels.optim``, if it exists already; Accelerate, Lightning or Fabric
@@ -59,9 +60,9 @@ def to_mixed(
             An optimizer that you make after the conversion starts from the rounded weights.
     """
     refuse_no_model("to_mixed", model)
+    dtype = dtype_of(dtype)
     if dtype not in _DTYPES:
-        hint = "; Policy(name).convert(model) takes names" if isinstance(dtype, str) else ""
-        raise ValueError(f"to_mixed: dtype must be torch.bfloat16 or torch.float16, got {dtype!r}{hint}")
+        raise ValueError(f"to_mixed: dtype must be torch.bfloat16 or torch.float16, got {dtype!r}")
     _refuse_wrapped("to_mixed", model, "convert it before")
     if any(isinstance(module, Mixed) for module in model.modules()):
         raise ValueError("to_mixed: model must not be converted yet, got one from to_mixed; to_full undoes that")

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from mpkernels._shared.dtypes import dtype_of
 from mpkernels._torch_private.devices import has_amx, has_avx512_bf16
 from mpkernels.amp.autocasting import autocast, machines_device
 from mpkernels.amp.grad_scaler import GradScaler
@@ -15,14 +16,14 @@ _COMPUTE_DTYPES = {
     "mixed_bfloat16": torch.bfloat16,
     "float32": torch.float32,
 }
-_SHORT = {"fp16": "mixed_float16", "bf16": "mixed_bfloat16", "fp32": "float32"}
+_NAMES = {dtype: name for name, dtype in _COMPUTE_DTYPES.items()}
 
 
 @dataclass(frozen=True)
 class Policy:
     """``"mixed_float16"``, ``"mixed_bfloat16"`` or ``"float32"``, and the autocast, scaler and weights that go with it.
 
-    ``"fp16"``, ``"bf16"`` and ``"fp32"`` are short for these.
+    The name of a dtype stands for it, too: ``"fp16"``, ``"bf16"``, ``"bfloat16"``, ``"torch.bfloat16"``, ``"fp32"``.
 
     >>> policy = Policy("mixed_bfloat16")
     >>> with policy.autocast("cpu"): ...
@@ -31,9 +32,9 @@ class Policy:
     name: str
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "name", _SHORT.get(self.name, self.name))
+        object.__setattr__(self, "name", _NAMES.get(dtype_of(self.name), self.name))
         if self.name not in _COMPUTE_DTYPES:
-            known = ", ".join(map(repr, (*_COMPUTE_DTYPES, *_SHORT)))
+            known = ", ".join(map(repr, (*_COMPUTE_DTYPES, "fp16", "bf16", "fp32")))
             raise ValueError(f"Policy: name must be one of {known}, got {self.name!r}")
 
     @classmethod

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from mpkernels._shared.call_model import refuse_no_model
+from mpkernels._shared.dtypes import dtype_of
 from mpkernels.nn import LinearAct
 
 _ROW = 16  # bytes: the widest loads need rows whose length is a multiple of this
@@ -24,13 +25,14 @@ class Advice(NamedTuple):
         return f"{self.where}: {self.problem}; {self.remedy}"
 
 
-def advise(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> list[Advice]:
+def advise(model: nn.Module, dtype: torch.dtype | str = torch.bfloat16) -> list[Advice]:
     """Return what keeps the model's layers off the fast path of tensor cores in a dtype; empty if nothing does.
 
     >>> mpkernels.doctor.advise(torch.nn.Linear(768, 50257))
     [Advice(where='Linear', problem='out_features=50257 is no multiple of 8', remedy='50304 is')]
     """
     refuse_no_model("advise", model)
+    dtype = dtype_of(dtype)
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"advise: dtype must be a torch.dtype, got {dtype!r}")
     found, multiple = [], _ROW // dtype.itemsize

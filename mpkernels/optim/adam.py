@@ -54,7 +54,7 @@ class Adam(Engine, torch.optim.Adam):
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
         master: str = "split",
-        state_dtype: torch.dtype = torch.float32,
+        state_dtype: torch.dtype | str = torch.float32,
         max_norm: float | None = None,
         guard: bool | None = None,
         process_group: Any = None,

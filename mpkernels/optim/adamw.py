@@ -41,7 +41,8 @@ class AdamW(Engine, torch.optim.AdamW):
             set its own value.
         state_dtype: the dtype of both moments: ``torch.float32``, ``torch.bfloat16`` or ``torch.int8``. int8 takes one
             byte per value, plus one fp32 scale per 256 values (csrc/step/int8.h states the error). fp64 and complex
-            parameters keep moments in their own dtype. A parameter group may set its own value.
+            parameters keep moments in their own dtype. A parameter group may set its own value. A config may give a
+            name: ``"bf16"``, ``"bfloat16"``, ``"torch.bfloat16"``.
         max_norm: the largest global norm of the grads. ``step`` clips them to it, as ``clip_grad_norm_`` would.
         guard: whether to skip a step whose grads hold an inf or NaN when no scaler does. None turns the guard on if
             ``max_norm`` or ``process_group`` is given or a parameter has 16 bits. A scaler always does.
@@ -70,7 +71,7 @@ class AdamW(Engine, torch.optim.AdamW):
         differentiable: bool = False,
         fused: bool | None = None,
         master: str = "split",
-        state_dtype: torch.dtype = torch.float32,
+        state_dtype: torch.dtype | str = torch.float32,
         max_norm: float | None = None,
         guard: bool | None = None,
         process_group: Any = None,

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.cuda import is_current_stream_capturing
 
+from mpkernels._shared.dtypes import dtype_of
 from mpkernels._shared.parameters import are_any_sharded, by_device, group_of, params_of, refuse_sparse
 from mpkernels._torch_private.tracing import as_written, may_be_compiled
 from mpkernels.distributed import processes
@@ -39,7 +40,7 @@ class Engine(SkippingOptimizer):
         """Check and keep the options beyond torch's, and check its numbers, before torch's constructor."""
         group_options.check_numbers(type(self).__name__, numbers)
         group_options.check_global(type(self).__name__, max_norm, guard, offload)
-        self.master, self.state_dtype, self.max_norm, self.guard = master, state_dtype, max_norm, guard
+        self.master, self.state_dtype, self.max_norm, self.guard = master, dtype_of(state_dtype), max_norm, guard
         self.offload = offload
         self._peers = processes.given(type(self).__name__, process_group)
         zero_redundancy.follow()
@@ -162,6 +163,7 @@ class Engine(SkippingOptimizer):
         """Return a plan for each device, of the parameters that have a grad; each of those then has a state."""
         group_options.refuse_twice(type(self).__name__, params)
         for group in self.param_groups:
+            group_options.complete(self, group)
             group_options.check_group(self, group)
         self._agreement.find_parts(params, self._peers)
         group_of = [group for group in self.param_groups for _ in group["params"]]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpkernels._shared.dtypes import dtype_of
 from mpkernels._shared.parameters import refuse_sparse, refuse_unserved
 from mpkernels.optim.masters import KEYS, needs_master
 
@@ -21,7 +22,7 @@ def check_max_norm(name: str, max_norm: float | None) -> None:
     if not (max_norm is None or isinstance(max_norm, Real | Tensor)) or isinstance(max_norm, bool):
         raise TypeError(f"{name}: max_norm must be a number above 0 or None, got {max_norm!r}")
     if max_norm is not None and not max_norm > 0:
-        raise ValueError(f"{name}: max_norm must be above 0, got {max_norm}")
+        raise ValueError(f"{name}: max_norm must be above 0, got {max_norm}; None turns clipping off")
 
 
 def check_global(name: str, max_norm: float | None, guard: bool | None, offload: bool = False) -> None:
@@ -80,6 +81,7 @@ def complete(optimizer: Any, group: dict[str, Any]) -> None:
     """Fill in the optimizer's value for each of our options that the group doesn't set."""
     for key in GROUP_OPTIONS:
         group.setdefault(key, getattr(optimizer, key))
+    group["state_dtype"] = dtype_of(group["state_dtype"])
     group.setdefault("maximize", False)  # torch's classes do so in older checkpoints; those of Lion's authors lack it
 
 
@@ -102,8 +104,8 @@ def check_group(optimizer: Any, group: dict[str, Any]) -> None:
     if group["master"] not in KEYS:
         raise ValueError(f"{name}: master must be 'split' or 'fp32', got {group['master']!r}")
     if group["state_dtype"] not in _STATE_DTYPES:
-        got = f"{'the name ' if isinstance(group['state_dtype'], str) else ''}{group['state_dtype']!r}"
-        raise ValueError(f"{name}: state_dtype must be torch.float32, torch.bfloat16 or torch.int8, got {got}")
+        got = group["state_dtype"]
+        raise ValueError(f"{name}: state_dtype must be torch.float32, torch.bfloat16 or torch.int8, got {got!r}")
     if isinstance(optimizer, torch.optim.AdamW) and not group.get("decoupled_weight_decay", True):
         raise ValueError(f"{name}: a group must have decoupled_weight_decay=True, got False, which is Adam's")
     if optimizer.defaults.get("differentiable"):

@@ -43,7 +43,7 @@ class Lion(Engine):
         *,
         maximize: bool = False,
         master: str = "split",
-        state_dtype: torch.dtype = torch.float32,
+        state_dtype: torch.dtype | str = torch.float32,
         max_norm: float | None = None,
         guard: bool | None = None,
         process_group: Any = None,

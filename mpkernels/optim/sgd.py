@@ -54,7 +54,7 @@ class SGD(Engine, torch.optim.SGD):
         differentiable: bool = False,
         fused: bool | None = None,
         master: str = "split",
-        state_dtype: torch.dtype = torch.float32,
+        state_dtype: torch.dtype | str = torch.float32,
         max_norm: float | None = None,
         guard: bool | None = None,
         process_group: Any = None,

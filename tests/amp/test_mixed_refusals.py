@@ -45,11 +45,6 @@ REFUSALS = [
     (replaced, {}, "forward, got one that was replaced"),
     (lambda: torch.fx.symbolic_trace(nn.Linear(2, 2)), {}, "forward, got one that was replaced, scripted or traced"),
     (lambda: nn.Linear(2, 2), {"dtype": F32}, "dtype must be torch.bfloat16 or torch.float16, got torch.float32"),
-    (
-        lambda: nn.Linear(2, 2),
-        {"dtype": "bf16"},
-        r"torch.float16, got 'bf16'; Policy\(name\).convert\(model\) takes names",
-    ),
     (lambda: nn.Linear(2, 2), {"keep_fp32": ["head"]}, "keep_fp32 must name .* got 'head'"),
 ]
 

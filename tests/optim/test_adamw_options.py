@@ -119,7 +119,6 @@ def test_repr_shows_the_options_of_the_optimizer_and_of_groups():
         ({"statedtype": B16}, "AdamW: a group has no option 'statedtype'; did you mean 'state_dtype'?"),
         ({"master": "copy"}, "AdamW: master must be 'split' or 'fp32', got 'copy'"),
         ({"state_dtype": torch.float16}, "AdamW: state_dtype must be torch.float32, torch.bfloat16 or torch.int8, got"),
-        ({"state_dtype": "torch.int8"}, "AdamW: state_dtype must be torch.float32, .* got the name 'torch.int8'$"),
     ],
 )
 def test_a_group_with_a_bad_option_is_refused(options, text):
@@ -242,7 +241,7 @@ def test_a_plan_without_a_half_in_cpp_does_not_look_and_step_in_one_call(target)
         ({"zzz": 1}, TypeError, "unexpected keyword argument 'zzz'"),
         ({"max_norm": "1"}, TypeError, "AdamW: max_norm must be a number above 0 or None, got '1'"),
         ({"max_norm": True}, TypeError, "AdamW: max_norm must be a number above 0 or None, got True"),
-        ({"max_norm": 0}, ValueError, "AdamW: max_norm must be above 0, got 0"),
+        ({"max_norm": 0}, ValueError, "AdamW: max_norm must be above 0, got 0; None turns clipping off"),
         ({"guard": "on"}, TypeError, "AdamW: guard must be True, False or None, got 'on'"),
         ({"guard": 0, "max_norm": 1.0}, TypeError, "AdamW: guard must be True, False or None, got 0"),
     ],

@@ -71,7 +71,7 @@ def test_the_bad_inputs_of_torchs_own_tests_raise_torchs_errors(kind, twin, case
     ("options", "text"),
     [
         ({"master": "fp16"}, "master must be 'split' or 'fp32', got 'fp16'"),
-        ({"max_norm": 0.0}, "max_norm must be above 0, got 0.0"),
+        ({"max_norm": 0.0}, "max_norm must be above 0, got 0.0; None turns clipping off"),
         ({"max_norm": 1.0, "guard": False}, "max_norm needs the guard: a non-finite norm would clip every grad to NaN"),
         ({"state_dtype": F16}, "state_dtype must be torch.float32, torch.bfloat16 or torch.int8, got torch.float16"),
     ],
