@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpkernels._shared.parameters import is_sharded
 from mpkernels.distributed.parts import part_of, parts_in, placed_as
 from mpkernels.ops.step.split import join, split
 
@@ -112,10 +113,13 @@ def true_weight(param: Tensor, state: State) -> Tensor:
     """Return a parameter's fp32 weight. Elements whose master doesn't round to the parameter were written to since; for
     them, return the parameter's value. A parameter without a master, or in another dtype, is returned unchanged."""
     weight = param.detach()
-    if not needs_master(weight):
+    if is_sharded(weight):
+        return placed_as(weight, true_weight(part_of(weight), parts_in(state)))  # type: ignore[no-any-return]
+    if not needs_master(weight) or unfit(param, state):
         return weight
     if "remainder" in state:
-        return join(weight, state["remainder"].to(weight.device))  # offload=True keeps states on the host
+        remainder = state["remainder"].to(weight.device)  # offload=True keeps states on the host
+        return join(weight, remainder.view(torch.int16))  # a loader may have left a checkpoint's form
     if "master" not in state:
         return weight
     master = state["master"].to(weight.device)
