@@ -285,4 +285,7 @@ if __name__ == "__main__":
     native = setuptools.Extension("mpkernels._native", sorted(map(str, Path("csrc").rglob("*.[ch]*"))))
     shutil.rmtree("build/lib", ignore_errors=True)  # else a module deleted since the last build would be shipped
     commands = {"build": Build, "build_ext": BuildNative, "bdist_wheel": AnyPythonWheel}
-    setuptools.setup(ext_modules=[native], cmdclass=commands, options={"build": {"build_lib": "build/lib"}})
+    # An editable install puts the checkout on sys.path. By setuptools' default it would come after a folder of the name
+    # mpkernels in the current one, such as the checkout's own.
+    options = {"build": {"build_lib": "build/lib"}, "editable_wheel": {"mode": "compat"}}
+    setuptools.setup(ext_modules=[native], cmdclass=commands, options=options)
