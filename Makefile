@@ -1,4 +1,8 @@
-# Builds mpkernels and tries it: in the virtual environment that is active, which keeps its torch; else in .venv.
+# Builds mpkernels and tries it: in the virtual environment that is active, which keeps its torch; else in .venv, with
+# the torch that TORCH names. On Linux PyPI's brings CUDA, in several GB, so a machine without a GPU gets torch's own.
+TORCH ?= torch==2.13.0
+has_gpu ?= $(shell command -v nvidia-smi || ls -d /dev/nvidiactl /dev/kfd 2>/dev/null)
+cpu_index := --index-url https://download.pytorch.org/whl/cpu --retries 0 --timeout 20
 ifdef VIRTUAL_ENV
 python := $(VIRTUAL_ENV)/bin/python
 else
@@ -19,7 +23,7 @@ test: environment ## build the kernels, compare each with its reference; make te
 environment:
 ifndef VIRTUAL_ENV
 	python3 -m venv .venv
-	$(python) -m pip install torch==2.13.0
+	$(if $(has_gpu),,$(python) -m pip install $(cpu_index) '$(TORCH)' ||) $(python) -m pip install '$(TORCH)'
 endif
 
 .PHONY: help demo test environment

@@ -174,9 +174,18 @@ def test_readme_and_install_spell_out_what_make_does():
         assert [line for line in lines if line.startswith("make ")] == ["make demo", "make test"], page
         spelled = [line for line in lines if line.startswith("python3 ")]
         for target, commands in zip(("demo", "test"), spelled, strict=True):
-            assert " && ".join(lines_of_make(target)) == commands
+            made = " && ".join(lines_of_make(target, has_gpu="1"))
+            assert made.replace("'torch==2.13.0'", "torch==2.13.0") == commands
             assert commands.startswith("python3 -m venv .venv && .venv/bin/python -m pip install torch==2.13.0 && ")
             assert f'"make {target}' in (ROOT / ".ci" / "run").read_text()
+
+
+def test_make_fetches_the_cpus_torch_where_there_is_no_gpu():
+    """Or pip's, where torch's own index can't be reached. PyPI's has CUDA."""
+    at_torchs, at_pips = lines_of_make("environment", has_gpu="", TORCH="torch==2.12.0")[1].split(" || ")
+    assert "--index-url https://download.pytorch.org/whl/cpu" in at_torchs
+    assert at_torchs.endswith(" 'torch==2.12.0'")
+    assert at_pips == ".venv/bin/python -m pip install 'torch==2.12.0'"
 
 
 def test_make_keeps_the_environment_that_is_active(tmp_path):
