@@ -14,9 +14,10 @@ from torch.autograd.graph import increment_version
 from mpkernels._shared.parameters import by_device, put_on, real_memory, sum_of
 from mpkernels._torch_private.ops import foreach_mul_
 from mpkernels._torch_private.tracing import is_known_to_host
-from mpkernels.distributed import fsdp1, meshes
+from mpkernels.distributed import fsdp1
 from mpkernels.distributed.parts import parts_of, settled_grads
 from mpkernels.distributed.processes import Processes, given
+from mpkernels.distributed.shares import peers_of
 from mpkernels.ops import unscale_
 from mpkernels.optim.norm_without_plan import stats_by_device
 
@@ -66,7 +67,7 @@ def clip_grad_norm_(
     grads = parts_of(settled_grads(with_grads))
     max_norm, norm_type = float(max_norm), float(norm_type)
     peers = given("clip_grad_norm_", process_group)
-    parts = meshes.peers_of(params, None if peers is None else peers.group)
+    parts = peers_of(params, None if peers is None else peers.group)
     processes = parts or peers or fsdp1.peers_of("clip_grad_norm_", params, for_norm=True)
     if not grads and processes is None:
         return torch.tensor(0.0)

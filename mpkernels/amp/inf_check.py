@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from mpkernels._shared.parameters import by_device, params_of, put_on, real_memory, unwrapped
 from mpkernels._torch_private.tensors import values_of
 from mpkernels.amp.retries import Attempt
-from mpkernels.distributed import fsdp1, meshes
+from mpkernels.distributed import fsdp1, shares
 from mpkernels.distributed.parts import parts_of, settled_grads
 from mpkernels.distributed.processes import Processes
 from mpkernels.ops import grad_stats
@@ -81,7 +81,7 @@ def given_group(scaler: Any, optimizer: Any) -> Any:
 def peers_of(scaler: Any, optimizer: Optimizer) -> Processes | None:
     """Return the processes that skip the optimizer's steps together."""
     params = params_of(optimizer)
-    return given_peers(scaler, optimizer) or meshes.peers_of(params) or fsdp1.peers_of("GradScaler", params)
+    return given_peers(scaler, optimizer) or shares.peers_of(params) or fsdp1.peers_of("GradScaler", params)
 
 
 def found_by_all(

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mpkernels.distributed import fsdp1, meshes
+from mpkernels.distributed import fsdp1, shares
 from mpkernels.distributed.processes import Processes
 from mpkernels.optim.masters import needs_master
 from mpkernels.optim.readback import Readback
@@ -41,7 +41,7 @@ class Agreement:
 
     def __init__(self, name: str) -> None:
         self._name = name  # of the optimizer's class, for errors
-        self.parts: meshes.Parts | None = None  # the processes that hold the other parts of DTensors
+        self.parts: shares.Parts | None = None  # the processes that hold the other parts of DTensors
         self.has_parts = False  # whether other processes hold parts of the parameters: DTensors, or FSDP1's
         self.has_16_bit_parameters = False  # also without a grad: a process without grads decides as the others do
         self.early: EarlyAnswer | None = None  # from before hooks run until the step
@@ -50,7 +50,7 @@ class Agreement:
     def find_parts(self, params: Sequence[Tensor], peers: Processes | None) -> None:
         """Note which processes hold parts of these DTensors, whether other processes hold parts of the parameters at
         all, and whether any has 16 bits. peers: the processes that the user has named."""
-        self.parts = meshes.peers_of(params, None if peers is None else peers.group)
+        self.parts = shares.peers_of(params, None if peers is None else peers.group)
         self.has_parts = self.parts is not None or fsdp1.has_parts(params)
         self.has_16_bit_parameters = any(map(needs_master, params))
 

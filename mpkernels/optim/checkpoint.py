@@ -1,4 +1,5 @@
-"""Saves and loads an optimizer's state. Unlike torch, loading doesn't round a state to its parameter's dtype."""
+"""Saves and loads an optimizer's state. Unlike torch, loading doesn't round a state to its parameter's dtype:
+param_state.py converts it."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping

@@ -1,4 +1,4 @@
-"""A plan: the parameters of one device that step together, and their states, prepared once and reused in each step."""
+"""The plan of one device: parameters that step together, with their states; prepared once and reused in each step."""
 
 import math
 import weakref
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from mpkernels._shared.parameters import are_any_sharded, put_on, real, real_values
 from mpkernels._torch_private.modes import for_real
-from mpkernels.distributed.meshes import Parts
 from mpkernels.distributed.parts import parts_in, parts_of
+from mpkernels.distributed.shares import Parts
 from mpkernels.ops.grads.grad_stats import grad_stats
 from mpkernels.ops.step.op import StepOps
 from mpkernels.optim.masters import needs_master

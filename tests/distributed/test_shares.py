@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from benchmarks.many_gpus import among
 from mpkernels.amp import clip_grad_norm_
-from mpkernels.distributed.meshes import Parts
+from mpkernels.distributed.shares import Parts
 from mpkernels.optim import AdamW, Masters
 
 

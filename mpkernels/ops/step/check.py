@@ -8,9 +8,9 @@ from torch import Tensor
 from mpkernels._shared.parameters import order_of_memory
 from mpkernels.ops import _checks
 from mpkernels.ops.grads.overflow import check_report
-from mpkernels.ops.step.arguments import Arguments, entry
 from mpkernels.ops.step.int8 import QUANTIZED
 from mpkernels.ops.step.rule import Rule
+from mpkernels.ops.step.schema import Arguments, entry
 
 SCALARS = {
     "grad_scale": torch.float32,

@@ -14,12 +14,12 @@ from mpkernels.ops import _tensor_table
 from mpkernels.ops._tensor_table import AT_SIZE, BLOCK, FP64, INT8
 from mpkernels.ops.grads.overflow_kernel import FIELDS, overflow_program
 from mpkernels.ops.step import row_words_kernel as row_words
-from mpkernels.ops.step.arguments import Arguments, entry
 from mpkernels.ops.step.block_int8_kernel import step_int8
 from mpkernels.ops.step.block_kernel import COUNT, arrays_of, moved, step_span
 from mpkernels.ops.step.op import order_like
 from mpkernels.ops.step.rule import Rule
 from mpkernels.ops.step.scalars_kernel import rounded, scalars_of
+from mpkernels.ops.step.schema import Arguments, entry
 from mpkernels.ops.step.skip_and_clip_kernel import is_skipped, write_outcome
 
 CHUNK = 16384  # elements; a program reads 14 bytes or more for each, of all arrays together

@@ -11,9 +11,9 @@ from torch import Tensor
 from mpkernels.ops._registry import NativeCall, define
 from mpkernels.ops.grads.overflow import lines
 from mpkernels.ops.step import int8
-from mpkernels.ops.step.arguments import Arguments, entry, schemas
 from mpkernels.ops.step.check import check
 from mpkernels.ops.step.rule import Rule
+from mpkernels.ops.step.schema import Arguments, entry, schemas
 from mpkernels.ops.step.skip_and_clip import grad_factor, write_outcome
 from mpkernels.ops.step.split import copied_master, join, split
 

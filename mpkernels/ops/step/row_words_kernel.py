@@ -9,8 +9,8 @@ from torch import Tensor
 
 from mpkernels.ops import _tensor_table
 from mpkernels.ops._tensor_table import CODES, FP64, INT8
-from mpkernels.ops.step.arguments import Arguments, entry
 from mpkernels.ops.step.rule import Rule
+from mpkernels.ops.step.schema import Arguments, entry
 
 MOST_STATES = 3
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from mpkernels._shared.parameters import by_device, real, real_values
-from mpkernels.distributed.meshes import Parts
 from mpkernels.distributed.parts import parts_of
+from mpkernels.distributed.shares import Parts
 from mpkernels.ops.step.skip_and_clip import write_outcome
 from mpkernels.optim import norm_without_plan
 from mpkernels.optim.masters import needs_master
