@@ -26,12 +26,15 @@ def main(words: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if words is None else words
     parser = Parser("mpkernels", description="Mixed-precision training for PyTorch.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
     for name, (module, does) in COMMANDS.items():
         command = commands.add_parser(name, help=does, description=f"{name}: {does}")
         if name in words[:1]:
             importlib.import_module(module).add_arguments(command)
     arguments = parser.parse_args(words)
+    if arguments.command is None:
+        parser.print_help()
+        return 0
     command = commands.choices[arguments.command]
     try:
         code: int = importlib.import_module(COMMANDS[arguments.command][0]).run(arguments, command.error)

@@ -60,6 +60,12 @@ def test_version_prints_the_version():
     assert (run.returncode, run.stdout, run.stderr) == (0, f"mpkernels {__version__}\n", "")
 
 
+def test_without_a_command_it_prints_them():
+    run, asked = mpkernels(), mpkernels("--help")
+    assert (run.returncode, run.stdout, run.stderr) == (0, asked.stdout, "")
+    assert all(f"    {name} " in run.stdout for name in ("demo", "doctor", "bench"))
+
+
 BROKEN = """
     import sys
     from mpkernels.__main__ import main
