@@ -12,7 +12,7 @@ from mpkernels.nn import fuse
 from mpkernels.nn.fusing import projections
 from tests.nn.fusing import as_diffusers
 from tests.nn.fusing.feed_forwards import FeedForward, Looped, X, made
-from tests.nn.fusing.models import recorded_ops
+from tests.nn.fusing.models import forms_of, recorded_ops
 
 
 def test_a_list_that_changes_after_fuse_runs_as_it_stands():
@@ -93,32 +93,28 @@ def test_a_method_that_was_patched_before_fuse_is_called(monkeypatch):
     assert ran == []
 
 
-class ReadsItsLayer(Looped):
-    def forward(self, x):
+class OtherLoops:
+    """Each method is a forward."""
+
+    def reads_its_layer(self, x):
         for layer in self.layers:
             x = layer(x)
         return x + layer.weight.sum()
 
-
-class HasAnotherLine(Looped):
-    def forward(self, x):
+    def has_another_line(self, x):
         for layer in self.layers:
             x = layer(x)
             x = 2 * x
         return x
 
-
-class HasAnElse(Looped):
-    def forward(self, x):
+    def has_an_else(self, x):
         for layer in self.layers:
             x = layer(x)
         else:
             x = -x
         return x
 
-
-class ReadAfterAnError(Looped):
-    def forward(self, x):
+    def read_after_an_error(self, x):
         try:
             for layer in self.layers:
                 x = layer(x)
@@ -126,9 +122,7 @@ class ReadAfterAnError(Looped):
             self.seen = x
         return x
 
-
-class ReadByAFunction(Looped):
-    def forward(self, x):
+    def read_by_a_function(self, x):
         self.now = lambda: x
         for layer in self.layers:
             x = layer(x)
@@ -148,9 +142,7 @@ class LoopsOverItsLayer(Looped):
         return x
 
 
-@pytest.mark.parametrize(
-    "kind", [ReadsItsLayer, HasAnotherLine, HasAnElse, ReadAfterAnError, ReadByAFunction, LoopsOverItsLayer]
-)
+@pytest.mark.parametrize("kind", [*forms_of(OtherLoops, Looped), LoopsOverItsLayer])
 def test_a_loop_of_another_form_is_left_with_a_reason(kind):
     model = kind()
     want = model(X)
