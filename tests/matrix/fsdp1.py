@@ -15,6 +15,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
+from mpkernels.amp import clip_grad_norm_
 from tests.matrix.changed_modules import Recorded
 from tests.matrix.many_processes import plain_weights
 from tests.matrix.runner import FIRST, PARTS, REST, tool
@@ -22,7 +23,18 @@ from tests.matrix.runner import FIRST, PARTS, REST, tool
 MAX_NORM = 4.0
 
 
-def by_hand(run, cuts_at_params, processes=2, **options):
+def clip_in_the_loop(run):
+    backward = run.backward
+
+    def backward_and_clip(number):
+        backward(number)
+        run.scaler.unscale_(run.optimizer)
+        clip_grad_norm_([it for group in run.optimizer.param_groups for it in group["params"]], MAX_NORM)
+
+    run.backward = backward_and_clip
+
+
+def by_hand(run, cuts_at_params, processes=2, prepare=lambda run: None, **options):
     """Train in one process, with a parameter for each process's part of the flattened weights."""
     weights = list(run.model.parameters())
     sizes = [it.numel() for it in weights]
@@ -46,6 +58,7 @@ def by_hand(run, cuts_at_params, processes=2, **options):
     run.backward = lambda number: (zero_grad(), backward(number), hand_over())
     inner.register_step_post_hook(hand_back)
     run.optimizer = inner
+    prepare(run)
     run.steps()
     return weights_of(run.model) | run.scaler_result()
 
@@ -67,8 +80,9 @@ def whole(run):
         return weights_of(run.model.module) | run.scaler_result()
 
 
-def trained(run, uses_orig_params, **options):
+def trained(run, uses_orig_params, prepare=lambda run: None, **options):
     wrapped(run, uses_orig_params, **options)
+    prepare(run)
     run.steps()
     return whole(run)
 
@@ -112,6 +126,11 @@ def fsdp1_max_norm(run):
 @tool(like=lambda run: by_hand(run, True, max_norm=MAX_NORM))
 def fsdp1_orig_params_max_norm(run):
     return trained(run, True, max_norm=MAX_NORM)
+
+
+@tool(like=lambda run: by_hand(run, False, prepare=clip_in_the_loop))
+def fsdp1_clip_grad_norm(run):
+    return trained(run, False, clip_in_the_loop)
 
 
 @tool(like=lambda run: by_hand(run, False))

@@ -75,6 +75,7 @@ fsdp1 no shard                        right    right    right    right   right  
 fsdp1 mixed precision                 right    .        .        .       fp32     .
 fsdp1 max norm                        right    right    right    ours    right    .
 fsdp1 orig params max norm            right    right    right    ours    right    .
+fsdp1 clip grad norm                  right    right    right    right   right    right
 fsdp1 sharded grad scaler             .        .        .        right   .        .
 fsdp1 full checkpoint                 right    right    right    right   right    right
 fsdp1 sharded checkpoint              right    right    right    right   right    right
