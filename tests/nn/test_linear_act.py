@@ -32,11 +32,6 @@ def test_parameters_are_those_of_linear(bias, dtype):
     theirs.load_state_dict(ours.state_dict())
 
 
-def test_arguments_have_the_order_of_linears():
-    ours = nn.LinearAct(7, 5, False, "meta", torch.bfloat16)
-    assert (ours.bias, ours.weight.is_meta, ours.weight.dtype) == (None, True, torch.bfloat16)
-
-
 RECORDERS = {
     "jit.trace": torch.jit.trace,
     "fx": lambda layer, x: torch.fx.symbolic_trace(torch.nn.Sequential(layer)),
