@@ -105,6 +105,12 @@ def result(ours, theirs, **more):
     return Result("op", "", "cuda", "bf16", "case", "native", 10**6, 0.0, [ours] * 6, [theirs] * 6, **more)
 
 
+def test_a_training_step_short_of_its_aim_is_named():
+    slow, fast = replace(result(100.0, 149.0), op="train"), replace(result(100.0, 150.0), op="train", case="fast")
+    page = book.book({"h200": Session("2026-11-21", {"gpu": "NVIDIA H200"}, results=[slow, fast])})
+    assert "2 faster, 0 even, 0 slower. Short of 1.5 times: case.\n" in page
+
+
 @pytest.mark.parametrize(
     ("theirs", "says"),
     [
