@@ -3,6 +3,7 @@
 import copy
 import pickle
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch.testing import assert_close
 
 from mpkernels.nn import fuse, unfuse
 from tests.nn.fusing.feed_forwards import X, results
-from tests.nn.fusing.models import recorded_ops
+from tests.nn.fusing.models import assert_computes, recorded_ops
 
 pytest.importorskip("diffusers", reason="needs the extra integrations")
 with warnings.catch_warnings():
@@ -37,9 +38,7 @@ def test_a_feed_forward_becomes_one_mlp(activation, final_dropout):
     assert [(site.module, site.computed_by.split(",")[0]) for site in report.fused] == [("", OPS[activation])]
     assert report.left == []
     for copied in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        with recorded_ops() as ran:
-            assert_close(results(copied), want, rtol=1e-5, atol=1e-5)
-        assert ran == [OPS[activation]]
+        assert_computes(partial(results, copied), want, [OPS[activation]])
     assert list(model.state_dict()) == keys
     unfuse(model)
     assert_close(results(model), want, rtol=0, atol=0)

@@ -2,6 +2,7 @@
 
 import logging
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -86,6 +87,12 @@ def by_hand(dtype, clip):
     return model, norms
 
 
+overflowing = partial(GradScaler, "cpu", init_scale=2.0**60, backoff_factor=2.0**-50)
+KINDS = {
+    "ours": AdamW,
+    "torch's": torch.optim.AdamW,
+    "torch's fused": lambda params, lr: torch.optim.AdamW(params, lr, fused=True),
+}
 CLIPS = {
     "norm": lambda params: torch.nn.utils.clip_grad_norm_(params, MAX_NORM),
     "value": lambda params: torch.nn.utils.clip_grad_value_(params, MAX_NORM),
@@ -93,9 +100,7 @@ CLIPS = {
 }
 
 
-@pytest.mark.parametrize(
-    "kind", [AdamW, torch.optim.AdamW, lambda *args, **kw: torch.optim.AdamW(*args, **kw, fused=True)]
-)
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize(("precision", "dtype"), [("16-mixed", F16), ("bf16-mixed", B16)])
 @pytest.mark.parametrize("algorithm", CLIPS)
 def test_clipping_works(tmp_path, kind, precision, dtype, algorithm):
@@ -110,7 +115,7 @@ def test_clipping_works(tmp_path, kind, precision, dtype, algorithm):
 
 def test_an_overflow_skips_the_step(tmp_path):
     module = Module(AdamW)
-    trainer = fit(module, "16-mixed", tmp_path, scaler=GradScaler("cpu", init_scale=2.0**60, backoff_factor=2.0**-50))
+    trainer = fit(module, "16-mixed", tmp_path, scaler=overflowing())
     optimizer, scaler = trainer.optimizers[0], trainer.precision_plugin.scaler
     assert scaler.skipped_steps == 1
     assert optimizer.state[module.model[0].weight]["step"] == BATCHES - 1
@@ -170,7 +175,7 @@ class KeepingLogger(Logger):
 @pytest.mark.parametrize("make", [AdamW, masters_of_torchs])
 def test_the_optimizers_metrics_are_logged(tmp_path, make):
     module, logger = Module(make, max_norm=MAX_NORM), KeepingLogger()
-    scaler = GradScaler("cpu", init_scale=2.0**60, backoff_factor=2.0**-50)
+    scaler = overflowing()
     options = {"logger": logger, "callbacks": [LogMixedPrecision()], "log_every_n_steps": 2}
     trainer = fit(module, "16-mixed", tmp_path, clip=None, scaler=scaler, **options)
     found = [(step, metrics) for step, metrics in logger.kept if "mpkernels/grad_norm" in metrics]

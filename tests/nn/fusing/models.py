@@ -7,6 +7,7 @@ from unittest import mock
 import torch
 import torch.nn.functional as F  # noqa: N812  most people import it so
 from torch import nn
+from torch.testing import assert_close
 
 from mpkernels import functional
 
@@ -27,6 +28,14 @@ def recorded_ops():
     originals = {name: getattr(functional, name) for name in OPS}
     with mock.patch.multiple(functional, **{name: partial(record, name, op) for name, op in originals.items()}):
         yield ran
+
+
+def assert_computes(run, want, ops, x=X):
+    """Assert that run(x) calls these fused ops, and returns what is wanted: to the bit, if it calls none."""
+    with recorded_ops() as ran:
+        got = run(x)
+    assert ran == ops
+    assert_close(got, want, rtol=1e-5 if ops else 0, atol=1e-5 if ops else 0)
 
 
 def compiled(model):
