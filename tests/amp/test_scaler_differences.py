@@ -96,18 +96,6 @@ def test_the_machines_device_is_the_default():
     assert autocast().device == autocast(dtype=B16).device == autocast(False).device == device
 
 
-@every_optimizer
-def test_a_parameter_without_a_grad_hides_no_other(make):
-    without, param = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
-    optimizer, scaler = make([without, param]), GradScaler("cpu", init_scale=8.0)
-    scaler.scale(param.sum()).backward()
-    param.grad[1] = float("inf")
-    scaler.step(optimizer)
-    scaler.update()
-    assert param.tolist() == [1.0] * 3
-    assert scaler.get_scale() == 4.0
-
-
 def test_found_inf_of_several_devices_is_one_at_most():
     """torch adds up the devices' flags to 2, and then its own fused optimizers step, because they compare with 1."""
     one, zero, cpu = torch.ones(()), torch.zeros(()), torch.device("cpu")

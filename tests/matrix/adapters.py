@@ -70,18 +70,6 @@ def peft_lora_of_the_layer(run):
     yield
 
 
-@changes_modules
-def peft_dora_of_the_layer(run):
-    adapted(run, LoraConfig(use_dora=True, target_modules=["first"]))
-    yield
-
-
-@changes_modules
-def peft_ia3_of_the_layer(run):
-    adapted(run, IA3Config(target_modules=["first"], feedforward_modules=["first"]))
-    yield
-
-
 def is_swapped(run: Run):
     """Return whether torchao should swap this module: all Linears beside a LinearAct, else the last Linear alone."""
     layers = [run.model.last] if run.drop_in.first_layer is None else list(run.model)

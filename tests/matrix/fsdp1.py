@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -87,59 +88,6 @@ def trained(run, uses_orig_params, prepare=lambda run: None, **options):
     return whole(run)
 
 
-@tool(like=lambda run: by_hand(run, False))
-def fsdp1(run):
-    return trained(run, False)
-
-
-@tool(like=lambda run: by_hand(run, True))
-def fsdp1_orig_params(run):
-    return trained(run, True)
-
-
-@tool(like=lambda run: by_hand(run, False))
-def fsdp1_shard_grad_op(run):
-    return trained(run, False, strategy=ShardingStrategy.SHARD_GRAD_OP)
-
-
-@tool(like=lambda run: by_hand(run, True, processes=1))
-def fsdp1_no_shard(run):
-    return trained(run, True, strategy=ShardingStrategy.NO_SHARD)
-
-
-@tool(oracle=lambda run: run.record.replayed(run))
-def fsdp1_mixed_precision(run):
-    """Weights in fp32 get grads in bf16."""
-    precision = MixedPrecision(torch.bfloat16, torch.bfloat16, keep_low_precision_grads=True)
-    wrapped(run, True, mixed_precision=precision)
-    run.record = Recorded(run.optimizer)
-    run.steps()
-    assert {it.grad.dtype for it in run.model.parameters() if it.grad is not None} == {torch.bfloat16}
-    return run.record.result()
-
-
-@tool(like=lambda run: by_hand(run, False, max_norm=MAX_NORM))
-def fsdp1_max_norm(run):
-    return trained(run, False, max_norm=MAX_NORM)
-
-
-@tool(like=lambda run: by_hand(run, True, max_norm=MAX_NORM))
-def fsdp1_orig_params_max_norm(run):
-    return trained(run, True, max_norm=MAX_NORM)
-
-
-@tool(like=lambda run: by_hand(run, False, prepare=clip_in_the_loop))
-def fsdp1_clip_grad_norm(run):
-    return trained(run, False, clip_in_the_loop)
-
-
-@tool(like=lambda run: by_hand(run, False))
-def fsdp1_sharded_grad_scaler(run):
-    scaler = run.scaler
-    run.scaler = ShardedGradScaler("cpu", init_scale=8.0, growth_interval=2, enabled=scaler.is_enabled())
-    return trained(run, False)
-
-
 def resumed(run, uses_orig_params, kind, order):
     wrapped(run, uses_orig_params)
     run.steps(FIRST)
@@ -160,22 +108,46 @@ def resumed(run, uses_orig_params, kind, order):
     return whole(run)
 
 
+def row(name, train, uses_orig_params, processes=2, **as_by_hand):
+    """Train with FSDP1, and by hand with the same options."""
+
+    def function(run):
+        return train(run, uses_orig_params, **as_by_hand)
+
+    function.__name__ = name
+    tool(like=lambda run: by_hand(run, uses_orig_params, processes, **as_by_hand))(function)
+
+
+FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
 MODEL_FIRST, OPTIMIZER_FIRST = ("model", "optimizer", "scaler"), ("scaler", "optimizer", "model")
+row("fsdp1", trained, False)
+row("fsdp1 orig params", trained, True)
+row("fsdp1 shard grad op", partial(trained, strategy=ShardingStrategy.SHARD_GRAD_OP), False)
+row("fsdp1 no shard", partial(trained, strategy=ShardingStrategy.NO_SHARD), True, processes=1)
+row("fsdp1 max norm", trained, False, max_norm=MAX_NORM)
+row("fsdp1 orig params max norm", trained, True, max_norm=MAX_NORM)
+row("fsdp1 clip grad norm", trained, False, prepare=clip_in_the_loop)
+row("fsdp1 full checkpoint", partial(resumed, kind=FULL, order=OPTIMIZER_FIRST), False)
+row("fsdp1 sharded checkpoint", partial(resumed, kind=SHARDED, order=MODEL_FIRST), False)
+row("fsdp1 orig params sharded checkpoint", partial(resumed, kind=SHARDED, order=OPTIMIZER_FIRST), True)
+
+
+@tool(oracle=lambda run: run.record.replayed(run))
+def fsdp1_mixed_precision(run):
+    """Weights in fp32 get grads in bf16."""
+    precision = MixedPrecision(torch.bfloat16, torch.bfloat16, keep_low_precision_grads=True)
+    wrapped(run, True, mixed_precision=precision)
+    run.record = Recorded(run.optimizer)
+    run.steps()
+    assert {it.grad.dtype for it in run.model.parameters() if it.grad is not None} == {torch.bfloat16}
+    return run.record.result()
 
 
 @tool(like=lambda run: by_hand(run, False))
-def fsdp1_full_checkpoint(run):
-    return resumed(run, False, StateDictType.FULL_STATE_DICT, OPTIMIZER_FIRST)
-
-
-@tool(like=lambda run: by_hand(run, False))
-def fsdp1_sharded_checkpoint(run):
-    return resumed(run, False, StateDictType.SHARDED_STATE_DICT, MODEL_FIRST)
-
-
-@tool(like=lambda run: by_hand(run, True))
-def fsdp1_orig_params_sharded_checkpoint(run):
-    return resumed(run, True, StateDictType.SHARDED_STATE_DICT, OPTIMIZER_FIRST)
+def fsdp1_sharded_grad_scaler(run):
+    scaler = run.scaler
+    run.scaler = ShardedGradScaler("cpu", init_scale=8.0, growth_interval=2, enabled=scaler.is_enabled())
+    return trained(run, False)
 
 
 @tool(like=lambda run: by_hand(run, False))

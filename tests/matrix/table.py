@@ -101,8 +101,6 @@ peft lora merged                right     right     right     right   right     
 peft dora                       right     right     right     right   right     right
 peft ia3                        right     right     right     right   right     right
 peft lora of the layer          .         .         .         .       .         peft
-peft dora of the layer          .         .         .         .       .         peft
-peft ia3 of the layer           .         .         .         .       .         peft
 torchao float8                  right     right     right     right   right     right
 torchao int8                    right     right     right     right   right     right
 torchao int8 of any weight      right     right     right     right   right     right
