@@ -152,26 +152,6 @@ def test_the_summary_ends_with_the_headline_on_the_step():
     assert show.summary(run).splitlines()[-1] == f"{show.headline(step)}."
 
 
-def test_the_table_of_machines_shows_the_newest_of_each_row():
-    """A later run that lacks a row doesn't remove it."""
-    older, newer = (
-        Session(date, {"gpu": "Abacus", "cpu": None, "torch": "2.13.0"}, results=[
-            replace(result(100.0, theirs), op="step", variant=variant, baseline=baseline)
-            for variant, theirs, baseline in found
-        ])
-        for date, found in (
-            ("2026-11-25", [("", 150.0, "torch.amp fused"), ("imports", 120.0, "torch fused")]),
-            ("2026-11-26", [("adam", 130.0, "torch fused"), ("imports", 140.0, "torch fused")]),
-        )
-    )  # fmt: skip
-    header, cells = readme_numbers.rows([book._front({"older": older, "newer": newer})])
-    rows = dict(cells)
-    assert rows[readme_numbers.STEP] == "**1.50**"
-    assert rows["the same calls, only the imports changed"] == "**1.40**"
-    assert rows["clipping and step without a scaler: `Adam(max_norm=...)`"] == "**1.30**"
-    assert "[samples](results/older.json), [samples](results/newer.json)" in header[1]
-
-
 def test_a_later_run_on_one_thread_hides_nothing():
     both, one = (
         Session(
