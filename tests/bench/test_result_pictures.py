@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from benchmarks import adamw_beside_others, book, readme_numbers, result_pictures
+from benchmarks import adamw_beside_others, readme_numbers, result_pictures
 from benchmarks.raw_samples import Session
 from mpkernels.bench import steps
 from mpkernels.bench.results import Result
@@ -73,18 +73,3 @@ def test_a_run_that_was_cut_off_shows_what_it_has():
     only = replace(run, results=[it for it in run.results if it.baseline == "torchao-8bit"])
     _, _, row, _ = readme_numbers.numbers({"cpu": only}, [], [])
     assert row.startswith("| fp32 weights, 8-bit moments; beside torchao's | 14 / 16 |")
-
-
-def test_machines_without_these_rivals_are_beside_torch_alone():
-    pair = Result(
-        "step", "", "cuda", "bf16", "100x500k", "native", 1, 0.0, [1.0] * 6, [2.0] * 6, baseline="torch fused"
-    )  # fmt: skip
-    h200 = Session("2026-11-26", {"gpu": "NVIDIA H200", "cpu": "Z80"}, results=[pair])
-    (line,) = readme_numbers.numbers({}, [book._front({"h200": h200})], [])
-    assert "NVIDIA H200: **2.00** ([samples](benchmarks/results/h200.json))" in line
-
-
-def test_the_newest_run_of_a_device_is_drawn():
-    older, newer = replace(session(), date="2026-11-25"), session()
-    names = {family.name for family in book.all_families({"b": older, "a": newer}, [])}
-    assert names == {"step-a", "bytes-a"}

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 from torch.distributed.device_mesh import DeviceMesh
 
-from benchmarks.many_gpus import MODELS, SIDES, among, collectives, sharded
+from benchmarks.many_gpus import MODELS, SIDES, among, sharded
 from mpkernels.amp import GradScaler, clip_grad_norm_
 from mpkernels.bench.steps import scaler_of
 from mpkernels.optim import AdamW
@@ -87,11 +87,6 @@ def test_cost_is_flat_in_ranks_and_linear_in_tensors(make):
     few, many = (among(ranks, partial(costs, make, ranks)) for ranks in (8, 16384))
     assert few == many
     assert few[2] - few[1] == few[1] - few[0] > 0
-
-
-def test_any_number_of_tensors_takes_one_collective():
-    run = partial(map, lambda tensors: collectives(scaled_step(sharded(tensors, 8))), (3, 30))
-    assert among(8, lambda: [*run()]) == [1, 1]
 
 
 @pytest.mark.parametrize(("name", "billions"), [("1B", 1.236), ("8B", 8.03), ("70B", 70.55), ("405B", 405.9)])

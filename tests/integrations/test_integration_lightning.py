@@ -113,14 +113,6 @@ def test_clipping_works(tmp_path, kind, precision, dtype, algorithm):
     assert_close(module.model.state_dict(), model.state_dict(), rtol=0, atol=LR / 20)
 
 
-def test_an_overflow_skips_the_step(tmp_path):
-    module = Module(AdamW)
-    trainer = fit(module, "16-mixed", tmp_path, scaler=overflowing())
-    optimizer, scaler = trainer.optimizers[0], trainer.precision_plugin.scaler
-    assert scaler.skipped_steps == 1
-    assert optimizer.state[module.model[0].weight]["step"] == BATCHES - 1
-
-
 def test_manual_optimization_trains_the_same(tmp_path):
     module = Module(AdamW, by_hand=True)
     fit(module, "16-mixed", tmp_path, clip=None)
@@ -182,7 +174,9 @@ def test_the_optimizers_metrics_are_logged(tmp_path, make):
     assert [step for step, _ in found] == [2, 4, 6]
     assert [metrics["mpkernels/skipped_steps"] for _, metrics in found] == [1.0] * 3
     assert [metrics["mpkernels/loss_scale"] for _, metrics in found] == [2.0**10] * 3
-    assert len(trainer.optimizers[0]._optimizer_step_post_hooks) == 0
+    optimizer = trainer.optimizers[0]
+    assert {int(it["step"]) for it in optimizer.state.values()} == {BATCHES - 1}
+    assert len(optimizer._optimizer_step_post_hooks) == 0
 
 
 def test_a_step_of_several_batches_is_logged_once(tmp_path):

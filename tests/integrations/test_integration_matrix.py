@@ -35,7 +35,7 @@ class ActivatingLinear(nn.Linear):
 
 @pytest.mark.parametrize(
     "tool",
-    ["peft lora of all linear", "peft lora of the layer", "torchao float8", "torchao int8"],
+    ["peft lora of all linear", "peft lora of the layer", "peft dora of the layer", "torchao float8", "torchao int8"],
 )
 def test_a_lost_activation_is_noticed(tool):
     drop_in = replace(COLUMNS["layer"][0], first_layer=ActivatingLinear)

@@ -101,18 +101,16 @@ peft lora merged                right     right     right     right   right     
 peft dora                       right     right     right     right   right     right
 peft ia3                        right     right     right     right   right     right
 peft lora of the layer          .         .         .         .       .         peft
+peft dora of the layer          .         .         .         .       .         peft
+peft ia3 of the layer           .         .         .         .       .         peft
 torchao float8                  right     right     right     right   right     right
 torchao int8                    right     right     right     right   right     right
 torchao int8 of any weight      right     right     right     right   right     right
 torchao int8 training           subclass  subclass  subclass  .       subclass  right
 torchao cpu offload             right     of-each   of-each   .       fp32      right
-trainer                         right     right     right     .       right     right
 trainer resumed                 right     right     right     .       right     right
-accelerate                      right     right     right     right   right     right
 accelerate save and load state  right     right     right     right   right     right
-lightning                       right     right     right     right   right     right
 lightning resumed               right     right     right     right   right     right
-fabric                          right     right     right     right   right     right
 fabric save and load            right     right     right     right   right     right
 """
 

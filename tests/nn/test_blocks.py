@@ -73,23 +73,6 @@ def test_dropout_acts_in_training_only():
     torch.testing.assert_close(ours(x), functional.linear(h, ours.fc2_weight, ours.fc2_bias))
 
 
-@EVERY
-@pytest.mark.parametrize("options", [{}, {"recompute": True}], ids=str)
-def test_blocks_train(make, layers, options):
-    if layers == ("gate", "up") and options:
-        return
-    torch.manual_seed(0)
-    ours, x, target = make(**options), torch.randn(30, 7), torch.randn(30, 1)
-    optimizer, losses = torch.optim.SGD(ours.parameters(), lr=0.1), []
-    for _ in range(30):
-        loss = (ours(x)[:, :1] - target).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.9 * losses[0]
-
-
 KNOWN = "none, relu, relu2, gelu, gelu_tanh, silu, sigmoid, tanh"
 ERRORS = [
     (lambda: nn.GatedLinear(7, 5, activation="swish"), f"GatedLinear: activation must be one of {KNOWN}, got 'swish'"),

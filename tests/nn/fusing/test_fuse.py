@@ -104,24 +104,19 @@ def test_a_fused_transformer_gives_the_same_result_in_inference():
             assert_close(encoder(X, src_key_padding_mask=mask), want, rtol=1e-5, atol=1e-5)
 
 
-def test_fusing_twice_is_fusing_once():
+def test_a_dry_run_changes_nothing_and_fusing_twice_is_fusing_once():
     model = nn.Sequential(Chain(), Packed())
+    plain = [type(it) for it in model.modules()]
+    dry = fuse(model, dry_run=True)
+    assert [type(it) for it in model.modules()] == plain
+    assert dry.saved_bytes(X).plain > 0
+    assert [type(it) for it in model.modules()] == plain
     first = fuse(model)
-    classes = [type(it) for it in model.modules()]
+    fused = [type(it) for it in model.modules()]
     second = fuse(model)
-    assert [type(it) for it in model.modules()] == classes
-    assert second.fused == first.fused
-    assert second.left == first.left
-
-
-def test_a_dry_run_changes_nothing():
-    model = nn.Sequential(Chain(), Packed())
-    classes = [type(it) for it in model.modules()]
-    report = fuse(model, dry_run=True)
-    assert [type(it) for it in model.modules()] == classes
-    assert report.saved_bytes(X).plain > 0
-    assert [type(it) for it in model.modules()] == classes
-    assert report.fused == fuse(model).fused
+    assert [type(it) for it in model.modules()] == fused
+    assert dry.fused == first.fused == second.fused
+    assert first.left == second.left
 
 
 def test_unfuse_takes_a_model_that_accelerate_has_unwrapped():
