@@ -1,17 +1,28 @@
-"""RESULTS.md, README's numbers and the headline say what was measured, and no more."""
+"""RESULTS.md, its pictures, README's numbers and the headline say what was measured, and no more."""
 
 import re
 import shutil
 from dataclasses import replace
 
 import pytest
+import torch
+from torch.testing import assert_close
 
-from benchmarks import book, cases, performance_page, readme_minutes, readme_numbers
+from benchmarks import (
+    adamw_beside_others,
+    book,
+    cases,
+    performance_page,
+    raw_samples,
+    readme_minutes,
+    readme_numbers,
+    result_pictures,
+)
 from benchmarks.raw_samples import Session
 from mpkernels.bench import cases as shipped
-from mpkernels.bench import show
+from mpkernels.bench import show, steps
 from mpkernels.bench.results import Result
-from mpkernels.bench.settings import Place
+from mpkernels.bench.settings import Place, Setting, Sizes
 from tests import ROOT
 
 pytestmark = pytest.mark.exhaustive
@@ -109,6 +120,50 @@ def test_a_training_step_short_of_its_aim_is_named():
     slow, fast = replace(result(100.0, 149.0), op="train"), replace(result(100.0, 150.0), op="train", case="fast")
     page = book.book({"h200": Session("2026-11-21", {"gpu": "NVIDIA H200"}, results=[slow, fast])})
     assert "2 faster, 0 even, 0 slower. Short of 1.5 times: case.\n" in page
+
+
+@pytest.mark.parametrize("clips", [True, False])
+def test_both_sides_take_the_same_step(clips, monkeypatch):
+    """Our step ends at the weights of torch's fused AdamW."""
+    made, parameters = [], steps.parameters
+    monkeypatch.setattr(steps, "parameters", lambda *words: made.append(parameters(*words)) or made[-1])
+    rival = next(adamw_beside_others.rivals(Place("cpu", 1)))
+    pair = adamw_beside_others.compare(Setting(Place("cpu", 1), "fp32", Sizes("small", ((1000,),) * 3)), rival, clips)
+    for side in (pair.ours, pair.theirs):
+        run = side()
+        for _ in range(5):
+            run()
+    for ours, theirs in zip(*made, strict=True):
+        assert_close(ours, theirs)
+    norms = [torch.nn.utils.get_total_norm([it.grad for it in params]) for params in made]
+    assert [round(float(norm), 3) == steps.MAX_NORM for norm in norms] == [False, clips]  # ours writes no grads
+
+
+def compared_on_a_cpu():
+    """Return a CPU's run that has been compared with other libraries."""
+    runs = {path.stem: raw_samples.read(path) for path in files("results/*.json")}
+    return next(run for run in book._compared(runs).values() if not run.is_on_gpu and not run.machine.get("gpu"))
+
+
+def test_no_ratio_is_shown_that_other_programs_have_disturbed():
+    """Counts are shown nevertheless."""
+    run = compared_on_a_cpu()
+    found = result_pictures.compared(run)
+    busy = replace(run, results=[replace(it, waited=0.2) for it in run.results])
+    assert [family.name for family in result_pictures.of_run("cpu", busy)] == ["bytes-cpu"]
+    header, _, row, *_ = readme_numbers.numbers({"cpu": busy}, [], [])
+    assert header.endswith("| bytes a parameter: ours / theirs |")
+    assert row == "| bf16 weights, fp32 moments; beside torch's fused, fp32 weights | 14 / 16 |"
+    partly = replace(run, results=[*found[:-1], replace(found[-1], waited=0.2)])
+    times, _ = result_pictures.of_run("cpu", partly)
+    assert len(times.rows) == 2 * (len(found) - 1)
+
+
+def test_a_run_that_was_cut_off_shows_what_it_has():
+    run = compared_on_a_cpu()
+    only = replace(run, results=[it for it in run.results if it.baseline == "torchao-8bit"])
+    _, _, row, _ = readme_numbers.numbers({"cpu": only}, [], [])
+    assert row.startswith("| fp32 weights, 8-bit moments; beside torchao's |")
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,6 @@
 """A step of DTensors costs the host the same for any number of processes, and in proportion to tensors. Calls are
 counted, not time. A fake process group stands for the other processes."""
 
-import gc
-import sys
 from functools import partial
 from itertools import count
 from unittest import mock
@@ -14,27 +12,9 @@ from benchmarks.many_gpus import MODELS, SIDES, among, sharded
 from mpkernels.amp import GradScaler, clip_grad_norm_
 from mpkernels.bench.steps import scaler_of
 from mpkernels.optim import AdamW
+from tests.calls import calls_of
 
 pytestmark = pytest.mark.exhaustive
-
-
-def calls_of(run):
-    """Count the calls of Python's and C's functions."""
-    calls = 0
-
-    def note(frame, event, argument):
-        nonlocal calls
-        calls += event in ("call", "c_call")
-
-    gc.collect()
-    gc.disable()  # finalizers at random moments would count
-    sys.setprofile(note)
-    try:
-        run()
-    finally:
-        sys.setprofile(None)
-        gc.enable()
-    return calls
 
 
 def scaled_step(params):

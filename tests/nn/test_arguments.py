@@ -69,11 +69,20 @@ def test_what_belongs_elsewhere_is_refused(who, name, wanted, others):
                 CALLS[who](**{name: given})
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_a_dropout_is_checked_in_evaluation_too(training):
-    for given, kind in (("0.1", TypeError), (1.5, ValueError)):
-        with pytest.raises(kind, match=r"^mlp: dropout must be"):
-            CALLS["mlp"](dropout=given, training=training)
+KNOWN = "one of none, relu, relu2, gelu, gelu_tanh, silu, sigmoid, tanh"
+VALUES = [
+    ("GatedLinear", {"activation": "swish"}, f"activation must be {KNOWN}, got 'swish'"),
+    ("MLP", {"activation": 3}, f"activation must be {KNOWN}, got 3"),
+    ("MLP", {"dropout": -0.1}, "dropout must be between 0 and 1, got -0.1"),
+    ("mlp", {"dropout": 1.5}, "dropout must be between 0 and 1, got 1.5"),
+    ("mlp", {"dropout": 1.5, "training": False}, "dropout must be between 0 and 1, got 1.5"),
+]
+
+
+@pytest.mark.parametrize(("who", "options", "text"), VALUES)
+def test_a_value_that_is_out_of_range_is_refused(who, options, text):
+    with pytest.raises(ValueError, match=f"^{re.escape(f'{who}: {text}')}$"):
+        CALLS[who](**options)
 
 
 @pytest.mark.parametrize(("kind", "sizes"), [(LinearAct, 2), (GatedLinear, 2), (MLP, 3)])
