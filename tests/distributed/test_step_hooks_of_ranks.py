@@ -14,13 +14,12 @@ from tests.distributed.test_processes import INIT, OURS, SHARDED, TORCHS, assert
 from tests.distributed.test_who_decides import Replaces
 from tests.processes import in_processes, run_checks, spawn
 
+largest_grads = []  # of each step that is taken
+
 
 def note_the_largest_grad(optimizer, *_):
     grads = [param.grad for param in optimizer.param_groups[0]["params"] if param.grad is not None]
     largest_grads.append(max((grad.abs().max().item() for grad in grads if grad.numel()), default=0.0))
-
-
-largest_grads = []
 
 
 class Looking(AdamW):

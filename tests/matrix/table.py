@@ -73,6 +73,7 @@ fsdp1 orig params                     right    right    right    right   right  
 fsdp1 shard grad op                   right    right    right    right   right    right
 fsdp1 no shard                        right    right    right    right   right    right
 fsdp1 mixed precision                 right    .        .        .       fp32     .
+fsdp1 no shard max norm               right    right    right    ours    right    .
 fsdp1 max norm                        right    right    right    ours    right    .
 fsdp1 orig params max norm            right    right    right    ours    right    .
 fsdp1 clip grad norm                  right    right    right    right   right    right
