@@ -89,24 +89,29 @@ def test_the_last_batch_of_a_group_has_the_norm(kind, max_norm, scaled):
             twin.zero_grad()
 
 
-def test_an_overflow_skips_the_step_of_its_group():
-    model, scaler = network(), GradScaler("cpu", **INIT)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    weights = []
-    for micro in accumulate([1.0, float("inf"), 1.0, 1.0], 2, optimizer, scaler=scaler, max_norm=MAX_NORM):
-        micro.backward(loss_of(model, batch(0)) * micro.batch)
+@pytest.mark.parametrize("width", [None, torch.float32], ids=str)
+def test_an_overflow_skips_the_step_of_its_group(width):
+    model, scaler = network(torch.float32 if width is None else B16), GradScaler("cpu", **INIT)
+    optimizer, weights, grad_norms = AdamW(model.parameters()), [], []
+    inputs, targets = (it.to(model[0].weight.dtype) for it in batch(0))
+    options = {"scaler": scaler, "max_norm": MAX_NORM, "grad_dtype": width}
+    for micro in accumulate([1.0, float("inf"), 1.0, 1.0], 2, optimizer, **options):
+        micro.backward(loss_of(model, (inputs, targets)) * micro.batch)
         weights.append(model[0].weight.detach().clone())
+        grad_norms.append(micro.grad_norm)
     assert torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[2], weights[3])
     assert scaler.get_scale() == INIT["init_scale"] / 2
     assert scaler.skipped_steps == 1
+    assert grad_norms[::2] == [None, None]
+    assert [it.isfinite() for it in grad_norms[1::2]] == [False, True]
 
 
 def test_released_grads_add_up():
     results = []
     for releases in (True, False):
         model = network(B16)
-        optimizer = AdamW(model.parameters())
+        optimizer = AdamW(model.parameters(), guard=False)
         if releases:
             optimizer.release_grads()
         for micro in accumulate([batch(seed) for seed in range(5)], 2, optimizer):

@@ -19,23 +19,27 @@ each_fused_optimizer = pytest.mark.parametrize("make", FUSED.values(), ids=FUSED
 
 
 @each_fused_optimizer
-def test_an_error_in_the_step_leaves_nothing_behind(make, monkeypatch):
-    """torch leaves its scale on the optimizer, and the next step divides by it twice."""
+@pytest.mark.parametrize("preset", [None, 2.0])
+def test_an_error_in_the_step_leaves_what_was_there(make, preset, monkeypatch):
+    """torch leaves its scale on the optimizer, and the next step divides by it twice. A loop may set one of its own."""
     (param, optimizer), (same, reference) = one_param(make), one_param(make)
     scaler, scaler_of_reference = GradScaler("cpu", init_scale=8.0), GradScaler("cpu", init_scale=8.0)
 
     def fail(*arguments, **keywords):
         handed = optimizer.handed_over() if isinstance(optimizer, AdamW) else optimizer
-        assert handed.grad_scale.item() == 8.0
+        assert handed.grad_scale.item() == 8.0 * (preset or 1)
         raise MemoryError
 
+    if preset is not None:
+        optimizer.grad_scale = reference.grad_scale = torch.tensor(preset)
+    before = {name: it for name, it in vars(optimizer).items() if name in ("grad_scale", "found_inf")}
     scaler.scale(param.sum()).backward()
     with monkeypatch.context() as patch:
         patch.setattr(optimizer, "step", fail)
         with pytest.raises(MemoryError):
             scaler.step(optimizer)
-    assert not vars(optimizer).keys() & {"grad_scale", "found_inf"}
-    assert not isinstance(optimizer, AdamW) or optimizer.handed_over() == NOTHING
+    assert {name: it for name, it in vars(optimizer).items() if name in ("grad_scale", "found_inf")} == before
+    assert not isinstance(optimizer, AdamW) or optimizer.handed_over() == NOTHING._replace(**before)
     scaler.step(optimizer)  # once more, with the same grads
     scaler.update()
     iterate(scaler_of_reference, same, reference)

@@ -51,14 +51,6 @@ def test_grads_of_any_dtypes_and_layouts_are_clipped(target, dtypes):
         assert same_bits(param.grad.cpu(), want.to(grad.dtype))
 
 
-@pytest.mark.parametrize("norm_type", NORM_TYPES)
-def test_a_norm_within_bounds_changes_no_bit(norm_type):
-    params = params_of([torch.tensor([1e-45, -0.0, 1.0]), torch.tensor([6e-8, 2.0], dtype=F16)])
-    before = [param.grad.clone() for param in params]
-    clip_grad_norm_(params, 1e9, norm_type)
-    assert all(same_bits(param.grad, grad) for param, grad in zip(params, before, strict=True))
-
-
 @pytest.mark.parametrize(("grad", "max_norm"), [(2.0, 5.0), (math.inf, 1.0), (math.nan, 1.0)])
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.complex64], ids=str)
 def test_grads_that_need_no_clipping_are_not_written_on_a_cpu(dtype, grad, max_norm):
@@ -93,13 +85,6 @@ def test_an_fp16_norm_beyond_65504_is_finite():
     assert clip_grad_norm_(params, 60.0).item() == pytest.approx(600000.0)
     torch.testing.assert_close(params[0].grad, torch.full((100,), 6.0, dtype=F16))
     torch.testing.assert_close(params[1].grad, torch.full((3,), 1e-4))
-
-
-def test_the_coefficient_is_not_rounded_to_16_bits():
-    """1e-8 is 0 in fp16."""
-    params = params_of([torch.full((4,), 50000.0, dtype=F16)])
-    clip_grad_norm_(params, 1e-3)
-    torch.testing.assert_close(params[0].grad, torch.full((4,), 5e-4, dtype=F16))
 
 
 def test_squares_beyond_fp32_are_no_overflow():

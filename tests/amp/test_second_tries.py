@@ -14,11 +14,11 @@ from tests.networks import B16, F16
 
 
 class Failing(TorchDispatchMode):
-    """A mode that raises at the op of this number; with ``is_late`` after the op has run."""
+    """Ends its block with an error at the op of this number; with ``is_late`` after the op has run."""
 
-    def __init__(self, number, is_late, error=KeyboardInterrupt):
+    def __init__(self, number, is_late, error):
         super().__init__()
-        self.number, self.is_late, self.error = number, is_late, error
+        self.number, self.is_late, self.error, self.has_failed = number, is_late, error, False
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         self.number -= 1
@@ -28,6 +28,22 @@ class Failing(TorchDispatchMode):
         if self.number == -1:
             raise self.error
         return result
+
+    def __exit__(self, kind, *rest):
+        super().__exit__(kind, *rest)
+        self.has_failed = kind is self.error
+        return self.has_failed
+
+
+def failing_at_each_op(is_late, error=KeyboardInterrupt, at_least=3):
+    """Yield a block after the other that fails at the next op, until one doesn't fail."""
+    for number in range(1000):
+        failing = Failing(number, is_late, error)
+        yield failing
+        if not failing.has_failed:
+            assert number >= at_least
+            return
+    raise AssertionError("there is no end")
 
 
 class Run:
@@ -58,6 +74,7 @@ class Run:
         return numbers, [*tensors, *(it for state in optimizer.state.values() for it in state.values())]
 
 
+before_or_after = pytest.mark.parametrize("is_late", [False, True], ids=["before the op", "after the op"])
 # By method: the calls that come before it, and after it.
 BEFORE = {"unscale_": [], "step": [], "update": ["step"]}
 AFTER = {"unscale_": ["step", "update"], "step": ["update"], "update": []}
@@ -65,32 +82,27 @@ AFTER = {"unscale_": ["step", "update"], "step": ["update"], "update": []}
 
 def assert_second_tries(method, make, is_late, error=KeyboardInterrupt, has_begun=lambda run: False, **options):
     """Assert that a second try gives the same, with an error at each op in turn, until ``has_begun``."""
-    for number in range(1000):
-        failing, undisturbed = Run(make, **options), Run(make, **options)
+    for failing in failing_at_each_op(is_late, error, at_least=1 if method == "update" else 3):
+        run, undisturbed = Run(make, **options), Run(make, **options)
         for before in BEFORE[method]:
-            failing.call(before)
-        try:
-            with Failing(number, is_late, error):
-                failing.call(method)
-        except error:
-            if has_begun(failing):
+            run.call(before)
+        with failing:
+            run.call(method)
+        if failing.has_failed:
+            if has_begun(run):
                 return
-            failing.call(method)
-        else:
-            assert number == 1 if method == "update" else number > 2  # an update has a single op
-            return
+            run.call(method)
         for it in AFTER[method]:
-            failing.call(it)
+            run.call(it)
         for it in (*BEFORE[method], method, *AFTER[method]):
             undisturbed.call(it)
-        (numbers, tensors), (wanted_numbers, wanted_tensors) = failing.state(), undisturbed.state()
-        assert numbers == wanted_numbers, number
-        assert all(map(same_bits, tensors, wanted_tensors)), number
-    raise AssertionError("there is no end")
+        (numbers, tensors), (wanted_numbers, wanted_tensors) = run.state(), undisturbed.state()
+        assert numbers == wanted_numbers
+        assert all(map(same_bits, tensors, wanted_tensors))
 
 
 @pytest.mark.parametrize("bad", [None, float("inf")])
-@pytest.mark.parametrize("is_late", [False, True], ids=["before the op", "after the op"])
+@before_or_after
 @pytest.mark.parametrize("name", ["SGD", "torch's AdamW", "our AdamW"])
 def test_unscale_can_be_called_again_after_an_error(name, is_late, bad):
     assert_second_tries("unscale_", OPTIMIZERS[name], is_late, bad=bad)
@@ -98,7 +110,7 @@ def test_unscale_can_be_called_again_after_an_error(name, is_late, bad):
 
 @pytest.mark.parametrize("options", SCALINGS.values(), ids=SCALINGS)
 @pytest.mark.parametrize("bad", [None, float("inf")])
-@pytest.mark.parametrize("is_late", [False, True], ids=["before the op", "after the op"])
+@before_or_after
 def test_update_can_be_called_again_after_an_error(is_late, bad, options):
     options = {key: it for key, it in options.items() if key != "scaling" or it == "static"} | {"bad": bad}
     assert_second_tries("update", OPTIMIZERS["our AdamW"], is_late, torch.OutOfMemoryError, **options)
@@ -106,7 +118,7 @@ def test_update_can_be_called_again_after_an_error(is_late, bad, options):
 
 @pytest.mark.parametrize("options", [{}, {"max_norm": 1.0}, {"guard": False}, {"state_dtype": torch.int8}], ids=str)
 @pytest.mark.parametrize("bad", [None, float("inf")])
-@pytest.mark.parametrize("is_late", [False, True], ids=["before the op", "after the op"])
+@before_or_after
 def test_step_can_be_called_again_after_an_error(is_late, bad, options):
     assert_second_tries("step", lambda params: AdamW(params, lr=0.1, **options), is_late, bad=bad)
 
@@ -120,7 +132,7 @@ class Begins(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("bad", [None, float("inf")])
-@pytest.mark.parametrize("is_late", [False, True], ids=["before the op", "after the op"])
+@before_or_after
 def test_step_of_masters_can_be_called_again_until_the_wrapped_optimizer_steps(is_late, bad):
     """What the wrapped optimizer has done before it raises is kept, as without Masters."""
 
@@ -130,21 +142,17 @@ def test_step_of_masters_can_be_called_again_until_the_wrapped_optimizer_steps(i
     assert_second_tries("step", make, is_late, bad=bad, has_begun=lambda run: run.optimizer.wrapped.has_begun)
 
 
-@pytest.mark.parametrize("is_late", [False, True], ids=["before the op", "after the op"])
+@before_or_after
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("method", ["unscale_", "step"])
 def test_grads_of_the_next_iteration_are_unscaled_and_stepped(method, in_place, is_late):
     """After an error, a loop may give the iteration up and go on with other grads, which belong to no second try."""
-    for number in range(1000):
+    for failing in failing_at_each_op(is_late, torch.OutOfMemoryError):
         run = Run(OPTIMIZERS["our AdamW"])
-        try:
-            with Failing(number, is_late, torch.OutOfMemoryError):
-                run.call(method)
-        except torch.OutOfMemoryError:
-            pass
-        else:
-            assert number > 2
-            return
+        with failing:
+            run.call(method)
+        if not failing.has_failed:
+            continue
         before = [(param.detach().clone(), steps_of(run, param)) for param in run.params]
         old = [param.grad for param in run.params]  # somebody may hold on to the old grads
         run.optimizer.zero_grad(set_to_none=not in_place)
@@ -152,10 +160,10 @@ def test_grads_of_the_next_iteration_are_unscaled_and_stepped(method, in_place, 
             grad = torch.full_like(param, run.scaler.get_scale())
             param.grad = grad if param.grad is None else param.grad.add_(grad)
         run.call("unscale_")
-        assert all((param.grad == 1).all() for param in run.params), number
+        assert all((param.grad == 1).all() for param in run.params)
         run.call("step")
         for param, (weight, steps) in zip(run.params, before, strict=True):
-            assert (param < weight).all(), number
+            assert (param < weight).all()
             assert steps_of(run, param) == steps + 1
         assert all(grad is param.grad for grad, param in zip(old, run.params, strict=True)) == in_place
 
@@ -164,72 +172,44 @@ def steps_of(run, param):
     return run.optimizer.state[param].get("step", torch.zeros(())).item()
 
 
-@pytest.mark.parametrize("is_late", [False, True], ids=["before the op", "after the op"])
+@before_or_after
 def test_a_scale_that_could_not_be_made_is_made_later(is_late):
-    for number in range(1000):
+    for failing in failing_at_each_op(is_late, torch.OutOfMemoryError):
         param = nn.Parameter(torch.ones(3))
         optimizer, scaler = AdamW([param]), GradScaler("cpu", init_scale=8.0)
-        try:
-            with Failing(number, is_late, torch.OutOfMemoryError):
-                scaler.scale(torch.ones(()))
-        except torch.OutOfMemoryError:
-            scaler.scale(param.sum()).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            assert (scaler.get_scale(), scaler.skipped_steps.item()) == (8.0, 0)
-        else:
-            assert number > 2
-            return
+        with failing:
+            scaler.scale(torch.ones(()))
+        scaler.scale(param.sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert (scaler.get_scale(), scaler.skipped_steps.item()) == (8.0, 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, F16], ids=str)
 @pytest.mark.parametrize("coalesced", [True, False])
-@pytest.mark.parametrize("is_late", [False, True], ids=["before the op", "after the op"])
+@before_or_after
 def test_unscale_of_sparse_grads_can_be_called_again_after_an_error(is_late, coalesced, dtype):
-    for number in range(1000):
+    for failing in failing_at_each_op(is_late):
         embedding, scaler = nn.Embedding(10, 3, sparse=True).to(dtype), GradScaler("cpu", init_scale=1024.0)
         optimizer = torch.optim.SGD(embedding.parameters(), lr=0.1)
         scaler.scale(embedding(torch.tensor([1, 1, 2])).float().sum()).backward()
         grad = embedding.weight.grad
         embedding.weight.grad = grad.coalesce() if coalesced else grad
-        try:
-            with Failing(number, is_late):
-                scaler.unscale_(optimizer)
-        except KeyboardInterrupt:
+        with failing:
             scaler.unscale_(optimizer)
-            assert embedding.weight.grad.to_dense().sum(1).tolist() == [0, 6, 3, *[0] * 7], number
-        else:
-            assert number > 2
-            return
+        if failing.has_failed:
+            scaler.unscale_(optimizer)
+        assert embedding.weight.grad.to_dense().sum(1).tolist() == [0, 6, 3, *[0] * 7]
 
 
 def test_a_third_call_raises_what_torch_raises_for_a_second():
     run = Run(OPTIMIZERS["our AdamW"])
-    with pytest.raises(KeyboardInterrupt), Failing(4, is_late=True):
+    with Failing(4, True, KeyboardInterrupt) as failing:
         run.call("unscale_")
+    assert failing.has_failed
     run.call("unscale_")
     with pytest.raises(RuntimeError, match=r"unscale_.. has already been called on this optimizer since"):
         run.call("unscale_")
     run.call("step")
     with pytest.raises(RuntimeError, match=r"step.. has already been called since the last"):
         run.call("step")
-
-
-def test_what_torchs_scaler_has_found_does_not_outlive_its_failed_step(monkeypatch):
-    """torch's scaler leaves its found_inf on the optimizer where the step raises."""
-    param = nn.Parameter(torch.ones(2))
-    optimizer, theirs, ours = AdamW([param]), torch.amp.GradScaler("cpu"), GradScaler("cpu")
-    theirs.scale(param * float("inf")).sum().backward()
-    theirs.unscale_(optimizer)
-    monkeypatch.setattr(optimizer, "_step", raise_interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        theirs.step(optimizer)
-    monkeypatch.undo()
-    optimizer.zero_grad()
-    ours.scale(param.sum()).backward()
-    ours.step(optimizer)
-    assert not optimizer.step_was_skipped
-
-
-def raise_interrupt(*_):
-    raise KeyboardInterrupt

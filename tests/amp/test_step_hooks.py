@@ -151,55 +151,6 @@ def test_grads_that_the_loop_has_unscaled_are_not_unscaled_again(way, scaler_kin
     assert all(map(same_bits, models[0].parameters(), models[1].parameters()))
 
 
-@each_scaler
-def test_hooks_see_unscaled_grads_with_every_kernel(target, scaler_kind):
-    if target.device.type == "cuda" and scaler_kind is not GradScaler:
-        pytest.skip("torch's unscales on CUDA what it can")
-    seen = []
-    param = torch.nn.Parameter(torch.ones(3, device=target.device))
-    optimizer, scaler = AdamW([param], lr=0.5), scaler_kind(target.device.type, init_scale=8.0)
-    optimizer.register_step_pre_hook(lambda *_: seen.append(param.grad.tolist()))
-    for value in (1.0, math.inf, 1.0):
-        optimizer.zero_grad()
-        (scaler.scale(param.sum()) * value).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    assert (seen, scaler.get_scale()) == ([[1.0] * 3, [1.0] * 3], 4.0)
-
-
-@each_scaler
-def test_a_step_without_a_grad_is_not_taken(scaler_kind):
-    """Without hooks it isn't taken either."""
-    params = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
-    optimizers, scaler = [AdamW([it], lr=0.5) for it in params], scaler_kind("cpu", init_scale=8.0)
-    for optimizer in optimizers:
-        optimizer.register_step_pre_hook(lambda *_: None)
-    scaler.scale(params[0].sum()).backward()
-    for optimizer in optimizers:
-        scaler.step(optimizer)
-    scaler.update()
-    assert [it.tolist() for it in params] == [[pytest.approx(0.495)] * 2, [1.0] * 2]
-
-
-@each_scaler
-def test_a_hook_that_raises_leaves_a_step_that_can_be_tried_again(scaler_kind):
-    def fail(*_):
-        raise MemoryError
-
-    models = [network(), network()]
-    for model, fails in zip(models, (True, False), strict=True):
-        optimizer, scaler = AdamW(model.parameters(), lr=0.1), scaler_kind("cpu", init_scale=1024.0)
-        optimizer.register_step_post_hook(lambda *_: None)
-        backward(model, 0, scaler.scale(torch.ones(())).item())
-        if fails:
-            hook = optimizer.register_step_pre_hook(fail)
-            with pytest.raises(MemoryError):
-                scaler.step(optimizer)
-            hook.remove()
-        scaler.step(optimizer)
-    assert all(map(same_bits, models[0].parameters(), models[1].parameters()))
-
-
 class Plain(AdamW):
     """A subclass without a step of its own."""
 

@@ -107,13 +107,14 @@ def test_bad_arguments_are_told_before_anything_is_measured(words, complaint, tm
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (["--only", "nothing like it"], "no case's name has 'nothing like it' in it; --list shows all"),
-        (["--fast"], "unrecognized arguments: --fast"),
+        (["bench", "--only", "nothing like it"], "no case's name has 'nothing like it' in it; --list shows all"),
+        (["bench", "--fast"], "unrecognized arguments: --fast"),
+        (["tell"], "invalid choice: 'tell'"),
     ],
-    ids=["pattern", "option"],
+    ids=["pattern", "option", "command"],
 )
 def test_bad_arguments_of_the_command_are_told_in_a_line(words, complaint):
-    done = bench(*words)
+    done = commands.run(*words)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert complaint in done.stderr
 
@@ -132,12 +133,6 @@ def test_a_link_to_the_results_stays_a_link(tmp_path):
     assert raw_samples.read(tmp_path / "real.json").results == []
 
 
-def test_an_unknown_command_is_refused_in_a_line():
-    done = commands.run("tell")
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "invalid choice: 'tell'" in done.stderr
-
-
 def test_quick_measures_a_case_in_turns_without_what_is_optional():
     unhurried = "from mpkernels.bench import command; command.QUICK_SECONDS = 1e9; sys.exit"  # on a busy machine, too
     modules = ["rich", "matplotlib", "pytest", "pytest_benchmark", "triton", "benchmarks"]
@@ -149,13 +144,6 @@ def test_quick_measures_a_case_in_turns_without_what_is_optional():
     is_in_doubt = " wide" in line or " busy" in line
     (found,) = re.findall(r"\n1 pairs on .*: (\d faster, \d even, \d slower.*)\n", done.stdout)
     assert found.endswith("0 faster, 0 even, 0 slower, 1 in doubt") == is_in_doubt
-
-
-def test_a_case_that_is_named_is_measured():
-    done = bench("--only", "unscale_ cpu-1")
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"unscale_ cpu-1 fp32 1000x5k vs torch .*\d\.\d\d \[\d", done.stdout)
-    assert "1 pairs on" in done.stdout
 
 
 @pytest.mark.parametrize("module", [("mpkernels", "bench"), ("benchmarks", "--json", "new.json")], ids=" ".join)
@@ -194,10 +182,12 @@ def test_results_are_read_as_they_were_written(path, tmp_path):
     assert raw_samples.read(tmp_path / "again.json") == session
 
 
+LIST = [sys.executable, "-m", "mpkernels", "bench", "--list"]
+
+
 def test_a_reader_that_leaves_early_causes_no_message():
     """A pipe to ``head -1`` is closed after a line."""
-    command = [sys.executable, "-m", "mpkernels", "bench", "--list"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(LIST, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         process.stdout.close()
         errors = process.stderr.read()
     assert (process.returncode, errors) == (1, "")
@@ -206,6 +196,5 @@ def test_a_reader_that_leaves_early_causes_no_message():
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux's")
 def test_a_full_disk_is_told_in_a_line():
     with open("/dev/full", "w") as full:
-        command = [sys.executable, "-m", "mpkernels", "bench", "--list"]
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+        done = subprocess.run(LIST, stdout=full, stderr=subprocess.PIPE, text=True)
     assert (done.returncode, done.stderr) == (1, "mpkernels bench: No space left on device\n")

@@ -1,17 +1,28 @@
-"""RESULTS.md, README's numbers and the headline say what was measured, and no more."""
+"""RESULTS.md, its pictures, README's numbers and the headline say what was measured, and no more."""
 
 import re
 import shutil
 from dataclasses import replace
 
 import pytest
+import torch
+from torch.testing import assert_close
 
-from benchmarks import book, cases, performance_page, readme_minutes, readme_numbers
+from benchmarks import (
+    adamw_beside_others,
+    book,
+    cases,
+    performance_page,
+    raw_samples,
+    readme_minutes,
+    readme_numbers,
+    result_pictures,
+)
 from benchmarks.raw_samples import Session
 from mpkernels.bench import cases as shipped
-from mpkernels.bench import show
+from mpkernels.bench import show, steps
 from mpkernels.bench.results import Result
-from mpkernels.bench.settings import Place
+from mpkernels.bench.settings import Place, Setting, Sizes
 from tests import ROOT
 
 pytestmark = pytest.mark.exhaustive
@@ -27,52 +38,59 @@ def copy(tmp_path):
     return tmp_path
 
 
+def files(pattern):
+    return sorted(book.ROOT.glob(f"benchmarks/{pattern}"))
+
+
 def test_the_book_is_what_the_raw_files_say(capsys):
     assert book.main(["--check"]) == 0, capsys.readouterr().out
 
 
-TABLES = [
-    ("benchmarks/RESULTS.md", "|---"),
-    ("README.md", book.BEGIN.format("numbers")),
-    *(("docs/performance.md", book.BEGIN.format(table)) for table in ("cpus", "gpus", "calls", "loops")),
+def written_in(begin):
+    """Return a function that types a number into a page's table."""
+
+    def typed(text):
+        at = text.index("| ", text.index(begin))
+        return text[:at] + "| 9.99 " + text[at:]
+
+    return typed
+
+
+def another_number(text):
+    return text.replace("1", "2", 1)
+
+
+def other_samples(text):
+    return text.replace('us":[', 'us":[1,1,1,1,1,1,1,1,1,', 2)
+
+
+PAGE, RULE = "docs/performance.md", "benchmarks/results/rule/cuda-h200-2026-11-26.json"
+TABLES = {
+    "benchmarks/RESULTS.md": ["|---"],
+    "README.md": [book.BEGIN.format("numbers")],
+    PAGE: [book.BEGIN.format(table) for table in ("cpus", "gpus", "calls", "loops")],
+}
+CHANGES = [
+    *((name, written_in(begin), name) for name, begins in TABLES.items() for begin in begins),
+    *(
+        (f"benchmarks/pictures/{it.name}", lambda text: text.replace("1", "2", 1), it.name)
+        for it in files("pictures/*")
+    ),
+    *((f"benchmarks/results/{it.name}", other_samples, "RESULTS.md") for it in files("results/*.json")),
+    (RULE, lambda text: text.replace('"native": ', '"native": 9'), PAGE),
 ]
 
 
-@pytest.mark.parametrize(("name", "begin"), TABLES)
-def test_a_number_typed_by_hand_is_noticed(copy, capsys, name, begin):
+@pytest.mark.parametrize(("name", "change", "drifted"), CHANGES, ids=lambda it: it if isinstance(it, str) else "")
+def test_a_change_by_hand_is_noticed(copy, capsys, name, change, drifted):
     path = copy / name
     text = path.read_text()
-    at = text.index("| ", text.index(begin))
-    path.write_text(text[:at] + "| 9.99 " + text[at:])
+    path.write_text(change(text))
     assert book.main(["--check"], copy) == 1
-    assert f"{name} has drifted" in capsys.readouterr().out
-    assert book.main([], copy) == 0
-    assert path.read_text() == text
-
-
-@pytest.mark.parametrize("name", sorted(path.name for path in book.ROOT.glob("benchmarks/pictures/*")))
-def test_a_number_changed_in_a_picture_or_its_csv_is_noticed(copy, capsys, name):
-    path = copy / "benchmarks" / "pictures" / name
-    text = path.read_text()
-    path.write_text(text.replace("1", "2", 1))
-    assert book.main(["--check"], copy) == 1
-    assert f"{name} has drifted" in capsys.readouterr().out
-    assert book.main([], copy) == 0
-    assert path.read_text() == text
-
-
-@pytest.mark.parametrize("name", sorted(path.name for path in book.ROOT.glob("benchmarks/results/*.json")))
-def test_changed_samples_are_noticed(copy, name):
-    path = copy / "benchmarks" / "results" / name
-    path.write_text(path.read_text().replace('us":[', 'us":[1,1,1,1,1,1,1,1,1,', 2))
-    assert book.main(["--check"], copy) == 1
-
-
-def test_changed_times_of_linear_layers_are_noticed(copy, capsys):
-    path = copy / "benchmarks" / "results" / "rule" / "cuda-h200-2026-11-26.json"
-    path.write_text(path.read_text().replace('"native": ', '"native": 9'))
-    assert book.main(["--check"], copy) == 1
-    assert "docs/performance.md has drifted" in capsys.readouterr().out
+    assert f"{drifted} has drifted" in capsys.readouterr().out
+    if name.endswith(drifted):
+        assert book.main([], copy) == 0
+        assert path.read_text() == text
 
 
 @pytest.mark.parametrize(
@@ -98,38 +116,54 @@ def result(ours, theirs, **more):
     return Result("op", "", "cuda", "bf16", "case", "native", 10**6, 0.0, [ours] * 6, [theirs] * 6, **more)
 
 
-@pytest.mark.parametrize(
-    ("theirs", "verdict"), [(300.0, "3.00 [3.00, 3.00] | faster"), (50.0, "**slower**"), (100.0, "even")]
-)
-def test_losses_are_shown_beside_wins(theirs, verdict):
-    run = Session("2026-11-21", {"gpu": "NVIDIA H200"}, copy_speeds={"cuda": 2e10}, results=[result(100.0, theirs)])
-    page = book.book({"h200": run})
-    assert "| cuda bf16 case | native | 100 us |" in page
-    assert verdict in page
-    assert "| 10.0 GB/s | 50% |" in page  # 1 MB in 100 us
-
-
-def test_a_product_is_compared_with_one_of_its_dtype():
-    product = replace(result(100.0, 100.0), moved=0, flops=10**9)
-    speeds = {"cuda fp32": 1e13, "cuda bf16": 2e13}
-    run = Session("2026-11-21", {"gpu": "NVIDIA H200"}, gemm_speeds=speeds, results=[product])
-    assert "| 10 TFLOP/s | 50% |" in book.book({"h200": run})
-
-
 def test_a_training_step_short_of_its_aim_is_named():
     slow, fast = replace(result(100.0, 149.0), op="train"), replace(result(100.0, 150.0), op="train", case="fast")
     page = book.book({"h200": Session("2026-11-21", {"gpu": "NVIDIA H200"}, results=[slow, fast])})
     assert "2 faster, 0 even, 0 slower. Short of 1.5 times: case.\n" in page
 
 
-def test_counted_bytes_stand_beside_measured_times():
-    counts = {"ours": {"peak memory": 14 * 10**9}, "theirs": {"peak memory": 16 * 10**9}}
-    step = Result(
-        "step", "", "cuda", "bf16", "1x1e9", "native", 28 * 10**9, 0.0, [6500.0] * 6, [11000.0] * 6, "torch.amp fused",
-        counts=counts,
-    )  # fmt: skip
-    page = book.book({"h200": Session("2026-11-21", {"gpu": "NVIDIA H200"}, results=[step])})
-    assert "| 1.69 [1.69, 1.69] | faster | 14 GB / 16 GB |" in page
+@pytest.mark.parametrize("clips", [True, False])
+def test_both_sides_take_the_same_step(clips, monkeypatch):
+    """Our step ends at the weights of torch's fused AdamW."""
+    made, parameters = [], steps.parameters
+    monkeypatch.setattr(steps, "parameters", lambda *words: made.append(parameters(*words)) or made[-1])
+    rival = next(adamw_beside_others.rivals(Place("cpu", 1)))
+    pair = adamw_beside_others.compare(Setting(Place("cpu", 1), "fp32", Sizes("small", ((1000,),) * 3)), rival, clips)
+    for side in (pair.ours, pair.theirs):
+        run = side()
+        for _ in range(5):
+            run()
+    for ours, theirs in zip(*made, strict=True):
+        assert_close(ours, theirs)
+    norms = [torch.nn.utils.get_total_norm([it.grad for it in params]) for params in made]
+    assert [round(float(norm), 3) == steps.MAX_NORM for norm in norms] == [False, clips]  # ours writes no grads
+
+
+def compared_on_a_cpu():
+    """Return a CPU's run that has been compared with other libraries."""
+    runs = {path.stem: raw_samples.read(path) for path in files("results/*.json")}
+    return next(run for run in book._compared(runs).values() if not run.is_on_gpu and not run.machine.get("gpu"))
+
+
+def test_no_ratio_is_shown_that_other_programs_have_disturbed():
+    """Counts are shown nevertheless."""
+    run = compared_on_a_cpu()
+    found = result_pictures.compared(run)
+    busy = replace(run, results=[replace(it, waited=0.2) for it in run.results])
+    assert [family.name for family in result_pictures.of_run("cpu", busy)] == ["bytes-cpu"]
+    header, _, row, *_ = readme_numbers.numbers({"cpu": busy}, [], [])
+    assert header.endswith("| bytes a parameter: ours / theirs |")
+    assert row == "| bf16 weights, fp32 moments; beside torch's fused, fp32 weights | 14 / 16 |"
+    partly = replace(run, results=[*found[:-1], replace(found[-1], waited=0.2)])
+    times, _ = result_pictures.of_run("cpu", partly)
+    assert len(times.rows) == 2 * (len(found) - 1)
+
+
+def test_a_run_that_was_cut_off_shows_what_it_has():
+    run = compared_on_a_cpu()
+    only = replace(run, results=[it for it in run.results if it.baseline == "torchao-8bit"])
+    _, _, row, _ = readme_numbers.numbers({"cpu": only}, [], [])
+    assert row.startswith("| fp32 weights, 8-bit moments; beside torchao's |")
 
 
 @pytest.mark.parametrize(
@@ -171,26 +205,6 @@ def test_the_summary_ends_with_the_headline_on_the_step():
     step = replace(result(1.0, 2.0), op="step")
     run = Session("2026-11-21", {"gpu": "NVIDIA H200"}, results=[result(1.0, 1.0), step])
     assert show.summary(run).splitlines()[-1] == f"{show.headline(step)}."
-
-
-def test_the_table_of_machines_shows_the_newest_of_each_row():
-    """A later run that lacks a row doesn't remove it."""
-    older, newer = (
-        Session(date, {"gpu": "Abacus", "cpu": None, "torch": "2.13.0"}, results=[
-            replace(result(100.0, theirs), op="step", variant=variant, baseline=baseline)
-            for variant, theirs, baseline in found
-        ])
-        for date, found in (
-            ("2026-11-25", [("", 150.0, "torch.amp fused"), ("imports", 120.0, "torch fused")]),
-            ("2026-11-26", [("adam", 130.0, "torch fused"), ("imports", 140.0, "torch fused")]),
-        )
-    )  # fmt: skip
-    header, cells = readme_numbers.rows([book._front({"older": older, "newer": newer})])
-    rows = dict(cells)
-    assert rows[readme_numbers.STEP] == "**1.50**"
-    assert rows["the same calls, only the imports changed"] == "**1.40**"
-    assert rows["clipping and step without a scaler: `Adam(max_norm=...)`"] == "**1.30**"
-    assert "[samples](results/older.json), [samples](results/newer.json)" in header[1]
 
 
 def test_a_later_run_on_one_thread_hides_nothing():

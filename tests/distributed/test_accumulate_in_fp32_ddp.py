@@ -137,18 +137,6 @@ def test_two_processes(tmp_path):
 
 
 @needs_gloo
-def test_the_next_forward_broadcasts_buffers():
-    with alone():
-        model = Picture()
-        wrapper, optimizer = DistributedDataParallel(model), AdamW(model.parameters())
-        for micro in accumulate([torch.ones(2, 3, 8, 8)] * 2, 2, optimizer, model=wrapper, grad_dtype=F32):
-            micro.backward(wrapper(micro.batch).square().mean())
-        with Watch() as watch:
-            wrapper(torch.ones(2, 3, 8, 8))
-    assert any("broadcast" in it for it in watch.seen)
-
-
-@needs_gloo
 def test_wrappers_that_are_not_served_are_refused():
     with alone():
         model = network(B16)

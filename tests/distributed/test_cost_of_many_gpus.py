@@ -1,8 +1,6 @@
 """A step of DTensors costs the host the same for any number of processes, and in proportion to tensors. Calls are
 counted, not time. A fake process group stands for the other processes."""
 
-import gc
-import sys
 from functools import partial
 from itertools import count
 from unittest import mock
@@ -10,31 +8,13 @@ from unittest import mock
 import pytest
 from torch.distributed.device_mesh import DeviceMesh
 
-from benchmarks.many_gpus import MODELS, SIDES, among, collectives, sharded
+from benchmarks.many_gpus import MODELS, SIDES, among, sharded
 from mpkernels.amp import GradScaler, clip_grad_norm_
 from mpkernels.bench.steps import scaler_of
 from mpkernels.optim import AdamW
+from tests.calls import calls_of
 
 pytestmark = pytest.mark.exhaustive
-
-
-def calls_of(run):
-    """Count the calls of Python's and C's functions."""
-    calls = 0
-
-    def note(frame, event, argument):
-        nonlocal calls
-        calls += event in ("call", "c_call")
-
-    gc.collect()
-    gc.disable()  # finalizers at random moments would count
-    sys.setprofile(note)
-    try:
-        run()
-    finally:
-        sys.setprofile(None)
-        gc.enable()
-    return calls
 
 
 def scaled_step(params):
@@ -87,11 +67,6 @@ def test_cost_is_flat_in_ranks_and_linear_in_tensors(make):
     few, many = (among(ranks, partial(costs, make, ranks)) for ranks in (8, 16384))
     assert few == many
     assert few[2] - few[1] == few[1] - few[0] > 0
-
-
-def test_any_number_of_tensors_takes_one_collective():
-    run = partial(map, lambda tensors: collectives(scaled_step(sharded(tensors, 8))), (3, 30))
-    assert among(8, lambda: [*run()]) == [1, 1]
 
 
 @pytest.mark.parametrize(("name", "billions"), [("1B", 1.236), ("8B", 8.03), ("70B", 70.55), ("405B", 405.9)])

@@ -2,16 +2,14 @@
 packs of grad_stats."""
 
 import gc
-from contextlib import nullcontext
 from functools import partial
 from itertools import product
 
 import torch
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from mpkernels.amp import GradScaler, accumulate
 from mpkernels.optim import AdamW
-from tests.amp.test_amp_steps import Watch
 from tests.distributed.sharding import (
     STEPS,
     WORLD,
@@ -105,37 +103,13 @@ def moments_in_8_bits_are_near(rank):
 
 
 def policies_reduce_in_fp32(rank):
-    """bf16 grads are reduced in fp32; weights and states stay where the policy puts them."""
-    policy = MixedPrecisionPolicy(param_dtype=B16, reduce_dtype=F32)
+    """bf16 grads are reduced in fp32."""
     results = []
-    for offloads in ({}, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}):
-        model = shard(network(), "fsdp2", mp_policy=policy, **offloads)
-        trained(model, ours(max_norm=0.1), GradScaler("cpu", init_scale=64.0), spoils=rank == 0)
+    for make, clips in ((ours(max_norm=0.1), False), (torchs_fused, True)):
+        model = shard(network(), "fsdp2", mp_policy=MixedPrecisionPolicy(param_dtype=B16, reduce_dtype=F32))
+        trained(model, make, GradScaler("cpu", init_scale=64.0), clips=clips, spoils=rank == 0)
         results.append(wholes(model))
-    twin = shard(network(), "fsdp2", mp_policy=policy)
-    trained(twin, torchs_fused, GradScaler("cpu", init_scale=64.0), clips=True, spoils=rank == 0)
-    results.append(wholes(twin))
-    for a, b, theirs in zip(*results, strict=True):
-        assert same_bits(a, b)
-        assert are_close(a, theirs)
-
-
-def frozen_and_unused_parameters_dont_count(rank):
-    """Only parameters with a grad are stepped and count in the norm."""
-    alone, model = network(), shard(network(), "fsdp2")
-    norms = []
-    for it in (alone, model):
-        it[0].weight.requires_grad_(False)
-        optimizer = AdamW(it.parameters(), max_norm=0.1)
-        for step in range(3):
-            backward(it, step)
-            it[2].bias.grad = None
-            optimizer.step()
-            optimizer.zero_grad()
-        norms.append(optimizer.grad_norm)
-        assert len(optimizer.state) == len(list(it.parameters())) - 2
-    assert same_bits(*norms)
-    assert all(map(same_bits, wholes(model), wholes(alone)))
+    assert all(map(are_close, *results))
 
 
 def accumulated_grads_are_exchanged_once(rank):
@@ -170,26 +144,6 @@ def released_grads_step_the_same(rank):
         assert all(map(same_bits, wholes(model), wholes(alone))), options
 
 
-def a_step_takes_one_collective_and_no_wait(rank):
-    """Count the collectives of a step that clips or that a scaler watches."""
-    model = shard(network(), "fsdp2")
-    for options, scaled, collectives in (
-        ({"max_norm": 1.0}, False, 1),
-        ({"max_norm": 1.0}, True, 1),
-        ({}, True, 1),
-        ({}, False, 0),
-    ):
-        optimizer = AdamW(model.parameters(), **options)
-        scaler = GradScaler("cpu", enabled=scaled)
-        for step in range(3):
-            optimizer.zero_grad()
-            backward(model, step, scaler.scale(torch.ones(())))
-            with Watch() if step == 2 else nullcontext() as watch:
-                scaler.step(optimizer)
-                scaler.update()
-        assert sum("c10d" in it for it in watch.seen) == collectives, watch.seen
-
-
 def no_objects_pile_up(rank):
     model = shard(network(), "fsdp2")
     optimizer = AdamW(model.parameters(), max_norm=1.0)
@@ -205,8 +159,7 @@ def no_objects_pile_up(rank):
 
 CHECKS = (
     *(moments_in_8_bits_are_near, policies_reduce_in_fp32),
-    *(frozen_and_unused_parameters_dont_count, accumulated_grads_are_exchanged_once),
-    *(released_grads_step_the_same, a_step_takes_one_collective_and_no_wait),
+    *(accumulated_grads_are_exchanged_once, released_grads_step_the_same),
     *(no_objects_pile_up, four_processes_train_as_one),
 )
 

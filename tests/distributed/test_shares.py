@@ -48,17 +48,14 @@ def test_another_norm_adds_up_shares_of_its_own_power(norm_type):
     assert among(8, norm) == pytest.approx(3 * (16 / 4) ** (1 / norm_type), rel=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["AdamW", "Masters"])
-def test_a_steps_norm_adds_up_shares(kind):
+@pytest.mark.parametrize("make", [AdamW, lambda params, **options: Masters(torch.optim.SGD(params, lr=0.1), **options)])
+def test_a_steps_norm_adds_up_shares(make):
     def norm():
         mesh = init_device_mesh("cpu", (2, 4))
         local = torch.ones(16, dtype=torch.bfloat16)
         param = torch.nn.Parameter(DTensor.from_local(local, mesh, [Shard(0), Replicate()], run_check=False))
         param.grad = 3 * param.detach()
-        if kind == "AdamW":
-            optimizer = AdamW([param], max_norm=1.0)
-        else:
-            optimizer = Masters(torch.optim.SGD([param], lr=0.1), max_norm=1.0)
+        optimizer = make([param], max_norm=1.0)
         optimizer.step()
         return optimizer.grad_norm.item()
 

@@ -27,20 +27,7 @@ def as_rank(rank):
     return timed
 
 
-def without_tune(rank):
-    timed = as_rank(rank)
-    for _ in range(2):
-        y = LinearAct(8, 6, activation="silu")(torch.randn(5, 8))
-        assert type(y.grad_fn).__name__ == "SiluBackward0"  # as the table says, on each rank
-    assert timed == []
-    assert [*selector.choices().values()] == ["torch"]
-
-
-def test_without_tune_nothing_is_timed(tmp_path):
-    spawn(without_tune, tmp_path)
-
-
-def in_parallel(rank):
+def ranks_that_train_together_follow_the_table(rank):
     """Replicas of DistributedDataParallel must compute the same bits, so each call goes by the table."""
     timed, choices = as_rank(rank), []
     choose = selector.choose
@@ -59,11 +46,7 @@ def in_parallel(rank):
     assert timed == []
 
 
-def test_ranks_that_train_together_follow_the_table(tmp_path):
-    spawn(in_parallel, tmp_path)
-
-
-def tuned(rank):
+def after_tune_all_choose_as_rank_0(rank):
     timed = as_rank(rank)
     torch.manual_seed(rank)
     model = torch.nn.Sequential(LinearAct(8, 6), torch.nn.BatchNorm1d(6), LinearAct(6, 4))
@@ -83,11 +66,7 @@ def tuned(rank):
     assert torch.equal(*outputs)
 
 
-def test_after_tune_all_choose_as_rank_0(tmp_path):
-    spawn(tuned, tmp_path)
-
-
-def failing(rank):
+def an_error_on_one_rank_is_raised_by_all(rank):
     as_rank(rank)
     features = 8 - rank
     if rank == 0:
@@ -98,5 +77,12 @@ def failing(rank):
             mpkernels.tune(LinearAct(8, 6), torch.randn(5, features))
 
 
-def test_an_error_on_one_rank_is_raised_by_all(tmp_path):
-    spawn(failing, tmp_path)
+CHECKS = (
+    *(ranks_that_train_together_follow_the_table, after_tune_all_choose_as_rank_0),
+    an_error_on_one_rank_is_raised_by_all,
+)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda it: it.__name__)
+def test_two_processes(tmp_path, check):
+    spawn(check, tmp_path)

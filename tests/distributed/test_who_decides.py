@@ -16,7 +16,6 @@ from mpkernels.amp import GradScaler
 from mpkernels.optim import AdamW, Masters
 from tests.distributed.counted import Counted
 from tests.distributed.sharding import mesh_of, part_of
-from tests.distributed.test_step_hooks_of_ranks import Replaces
 from tests.networks import B16
 from tests.processes import in_processes, spawn
 
@@ -30,9 +29,13 @@ optimizer             parameters     scaler               hooks            finit
 # No scaler. Without a guard nobody looks; a guard looks inside the step; processes that hold parts ask.
 AdamW unguarded       bf16 DTensors  -                    -                0 0 -         0 0 steps            0
 AdamW                 bf16           -                    -                0 0 norm      0 0 steps/optimizer  0
+AdamW group unguarded  fp32          -                    -                0 0 -         0 0 steps            0
 AdamW group           fp32           -                    -                1 0 norm      1 0 optimizer        1
 AdamW                 bf16 DTensors  -                    -                1 0 norm      1 0 optimizer        1
 AdamW max_norm        fp32 FSDP1     -                    -                1 0 norm      1 0 optimizer        1
+ZeRO                  fp32           -                    -                0 0 -         0 0 steps            -
+ZeRO unguarded        bf16           -                    -                0 0 -         0 0 steps            -
+ZeRO                  bf16           -                    -                1 0 norm      1 0 optimizer        -
 ZeRO max_norm         fp32           -                    -                1 0 norm      1 0 optimizer        -
 # Our scaler leaves the look to the step.
 AdamW                 fp32           ours                 -                0 0 norm      0 0 steps/both       0
@@ -80,6 +83,8 @@ AdamW                 fp32 DTensors  torch's              before on 1      2 0/1
 AdamW max_norm        bf16 DTensors  torch's              after on 1       2 0/4 norm    2 0/3 both           -
 AdamW group           fp32           torch's unscale_     after on 0       1 1/0 -       1 2/0 both           -
 AdamW                 fp32 FSDP1     torch's              before on 1      1 0/1 -       1 0/2 both           -
+AdamW max_norm        fp32 FSDP1     ours                 before on 1      1 0/5 norm    1 0/3 both           1
+AdamW max_norm        bf16 FSDP1     ours                 before on all    2 3 norm      1 4 both             2
 AdamW max_norm        fp32           sharded unscale_     before on 1      2 0/5 norm    2 0/4 both           -
 # The scaler unscales and looks for ZeRO; the optimizer inside looks again if it is guarded.
 ZeRO                  fp32           ours                 -                0 1 -         0 1 scaler           -
@@ -108,6 +113,7 @@ Masters               fp32           sharded              before on 1      1 1/2
 # The scaler unscales and looks for torch's own optimizers.
 torch.SGD             fp32           ours                 -                0 1 -         0 1 steps/scaler     !/0
 torch.SGD             fp32 DTensors  ours                 -                1 1 -         1 1 scaler           1
+torch.SGD             fp32+DTensors  ours unscale_        -                1 1 -         1 1 scaler           1
 torch.SGD             fp32 FSDP1     ours unscale_        -                1 1 -         1 1 scaler           1
 torch.SGD             fp32 DTensors  torch's              -                1 1 -         1 1 scaler           -
 torch.SGD             fp32           sharded              -                1 1 -         1 1 scaler           -
@@ -121,6 +127,13 @@ class Own(AdamW):
 
     def step(self, closure=None):
         return super().step(closure)
+
+
+class Replaces(GradScaler):
+    """A scaler with a look of its own."""
+
+    def _check_inf_per_device(self, optimizer):
+        return super()._check_inf_per_device(optimizer)
 
 
 OPTIMIZERS = {

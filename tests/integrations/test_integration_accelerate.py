@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from mpkernels import Metrics, memory_report
-from mpkernels.amp import to_full, to_mixed
+from mpkernels import Metrics
 from mpkernels.optim import AdamW, Masters
 from tests import libraries
-from tests.networks import B16, batch, network
+from tests.networks import batch, network
 
 pytest.importorskip("accelerate", reason="needs the extra integrations")
 with warnings.catch_warnings():
@@ -56,28 +55,6 @@ def test_prepare_accumulate_and_clip(precision):
     assert_close(our_norms, their_norms, rtol=1e-3, atol=0)
     assert_close(ours, theirs, rtol=0, atol=LR / 100)
     assert isinstance(optimizer.optimizer, AdamW)
-
-
-def test_a_model_is_converted_and_converted_back_with_the_optimizer_that_accelerate_made():
-    accelerator, model = Accelerator(cpu=True), network()
-    inner = AdamW(model.parameters(), lr=LR)
-    optimizer = accelerator.prepare(inner)
-    accelerator.backward((model(batch(0)[0]) - batch(0)[1]).square().mean())
-    optimizer.step()
-    before = {name: it.clone() for name, it in model.state_dict().items()}
-    to_mixed(model, optimizer=optimizer)
-    assert model[0].weight.dtype == B16
-    report = memory_report(model, optimizer)
-    assert (
-        report.predicted["masters"]
-        == report.measured["masters"]
-        == 2 * sum(it.numel() for it in model.parameters() if it.dtype == B16)
-    )
-    to_full(model, optimizer)
-    assert_close(model.state_dict(), before, rtol=0, atol=0)
-    theirs = accelerator.prepare(torch.optim.AdamW(model.parameters()))
-    with pytest.raises(TypeError, match=r"^to_mixed: optimizer must be AdamW, .*, got torch\.optim\.adamw\.AdamW$"):
-        to_mixed(model, optimizer=theirs)
 
 
 @pytest.mark.parametrize("make", [AdamW, lambda *args, **options: Masters(torch.optim.AdamW(*args, **options))])

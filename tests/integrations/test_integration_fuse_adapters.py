@@ -17,23 +17,19 @@ with warnings.catch_warnings():
     from peft import IA3Config, LoraConfig, get_peft_model
     from torchao.float8 import convert_to_float8_training
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
-    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+    from tests.integrations.test_integration_fuse import model
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the libraries' own
 TOKENS = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(0))
-GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 64, "n_positions": 32, "resid_pdrop": 0.0}
-GPT2 |= {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2}
-LLAMA = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 
 def gpt2():
-    torch.manual_seed(0)
-    return GPT2LMHeadModel(GPT2Config(**GPT2))
+    return model("gpt2")[0]
 
 
 def llama():
-    torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(vocab_size=64, **LLAMA))
+    return model("llama")[0]
 
 
 def with_peft(kind, **options):

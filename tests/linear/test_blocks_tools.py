@@ -8,7 +8,7 @@ import torch
 
 import mpkernels
 from mpkernels import selector
-from mpkernels.functional import gated_linear, gated_mlp, mlp
+from mpkernels.functional import gated_linear, gated_mlp, linear_act, mlp
 from mpkernels.linear import cast_cache, key_and_case
 from mpkernels.ops.linear.block_kind import ROUNDING
 from tests.block_cases import BLOCKS, MLPS, arguments, results
@@ -189,9 +189,28 @@ def test_a_gradient_is_not_rounded_if_its_parameter_asks_for_fp32(monkeypatch):
 
 
 x, up, down, bias = torch.ones(3, 4), torch.ones(6, 4), torch.ones(5, 6), torch.ones(6)
+KNOWN = "one of none, relu, relu2, gelu, gelu_tanh, silu, sigmoid, tanh"
 ERRORS = [
-    (mlp, (x, up, bias, down, None, "swish"), ValueError,
-     "mlp: activation must be one of none, relu, relu2, gelu, gelu_tanh, silu, sigmoid, tanh, got 'swish'"),
+    (linear_act, (x, up, bias, "swish"), ValueError, f"linear_act: activation must be {KNOWN}, got 'swish'"),
+    (linear_act, (x, up, bias, None), ValueError, f"linear_act: activation must be {KNOWN}, got None"),
+    (linear_act, ([1.0], up), TypeError, "linear_act: x must be a tensor, got list"),
+    (linear_act, (x, None), TypeError, "linear_act: weight must be a tensor, got NoneType"),
+    (linear_act, (x, up, 0.5), TypeError, "linear_act: bias must be a tensor, got float"),
+    (linear_act, (x[0, 0], up), ValueError, "linear_act: x must have at least one dimension, got a scalar"),
+    (linear_act, (x, up[None]), ValueError,
+     "linear_act: weight must have one or two dimensions, got shape (1, 6, 4)"),
+    (linear_act, (x[:, :3], up), ValueError,
+     "linear_act: x must have weight's 4 features in its last dimension, got shape (3, 3)"),
+    (linear_act, (x, up, bias[:4]), ValueError, "linear_act: bias must have shape (6,), got (4,)"),
+    (linear_act, (x, up, up), ValueError, "linear_act: bias must have shape (6,), got (6, 4)"),
+    (linear_act, (x, up.bfloat16()), TypeError,
+     "linear_act: x must be torch.bfloat16, as weight is, got torch.float32"),
+    (linear_act, (x.double(), up), TypeError, "linear_act: x must be torch.float32, as weight is, got torch.float64"),
+    (linear_act, (x, up, bias.half()), TypeError,
+     "linear_act: bias must be torch.float32, as weight is, got torch.float16"),
+    (linear_act, (x.int(), up), TypeError, "linear_act: x must be torch.float32, as weight is, got torch.int32"),
+    (linear_act, (x, up.to("meta")), ValueError, "linear_act: x must be on meta, as weight is, got cpu"),
+    (mlp, (x, up, bias, down, None, "swish"), ValueError, f"mlp: activation must be {KNOWN}, got 'swish'"),
     (mlp, ([1.0], up, bias, down, None), TypeError, "mlp: x must be a tensor, got list"),
     (mlp, (x, up, bias, None, None), TypeError, "mlp: fc2_weight must be a tensor, got NoneType"),
     (mlp, (x[0, 0], up, bias, down, None), ValueError, "mlp: x must have at least one dimension, got a scalar"),
@@ -220,9 +239,11 @@ ERRORS = [
 @pytest.mark.parametrize("kernel", ["native", "torch"])
 @pytest.mark.parametrize(("function", "given", "kind", "text"), ERRORS, ids=[text for *_, text in ERRORS])
 def test_errors_name_function_argument_wanted_and_got(function, given, kind, text, kernel):
+    """The second time, the selector has a choice."""
     selector.pin(kernel)
     try:
-        with pytest.raises(kind, match=f"^{re.escape(text)}$"):
-            function(*given)
+        for _ in range(2):
+            with pytest.raises(kind, match=f"^{re.escape(text)}$"):
+                function(*given)
     finally:
         selector.pin(None)

@@ -166,13 +166,6 @@ def backward_in(target, loss):
         loss.backward()
 
 
-def test_no_cast_outlives_its_block(layer):
-    with autocast():
-        forward(layer)
-        assert len(cast_cache._block()) == 2
-    assert cast_cache._block() is None
-
-
 def test_parameters_can_be_swapped(layer, monkeypatch):
     """torch.utils.swap_tensors refuses tensors with weak references."""
     forward(layer)

@@ -1,6 +1,7 @@
 """In a step of several autocast blocks, the cache casts each parameter once, and never returns a stale cast."""
 
 import threading
+from contextlib import suppress
 
 import pytest
 import torch
@@ -76,16 +77,6 @@ def test_a_group_that_is_dropped_ends_no_other_groups_step(layer):
     assert_fresh_from_block_to_block(layer)
 
 
-def test_a_group_that_fails_leaves_no_cast(layer):
-    def fail():
-        for _ in accumulated(layer):
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        fail()
-    assert_fresh_from_block_to_block(layer)
-
-
 def test_another_thread_is_in_no_step(layer):
     found = []
     for _ in accumulated(layer):
@@ -113,7 +104,12 @@ def test_the_casts_are_freed_before_the_optimizer_steps(layer, monkeypatch):
     assert kept == [0, 0]
 
 
-def test_a_group_that_is_left_early_keeps_no_cast(layer):
-    for _ in accumulated(layer):
-        break
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_group_that_is_left_early_keeps_no_cast(layer, fails):
+    with suppress(ZeroDivisionError):
+        for _ in accumulated(layer):
+            if fails:
+                raise ZeroDivisionError
+            break
     assert cast_cache._step() is None
+    assert_fresh_from_block_to_block(layer)

@@ -1,6 +1,6 @@
 """A call's key and case choose what computes a layer: how often the selector is asked, and what that costs."""
 
-import sys
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from mpkernels.linear import compute_block
 from mpkernels.nn import LinearAct
 from mpkernels.selector import table
 from tests.block_cases import BLOCKS, MLPS
+from tests.calls import calls_of
 from tests.hard_grads import same_bits
 from tests.linear.choosing import CudaAutocast, computed_by, forget_choices
 from tests.linear_cases import TORCH, torchs, transposed
@@ -190,25 +191,17 @@ def within(context, call):
 CHANGES = {"forget": selector.forget, "pin": lambda: selector.pin("torch")}
 
 
+@pytest.mark.parametrize("during_a_call", [True, False])
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_the_selector_is_asked_again_after_forget_and_pin(asked, monkeypatch, change):
-    monkeypatch.setattr(selector, "_pinned", None)
-    layer, x = LinearAct(8, 6), torch.randn(5, 8)
-    layer(x)
-    has_asked(asked)
-    change()
-    layer(x)
-    assert has_asked(asked)
-
-
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_the_selector_is_asked_again_after_forget_and_pin_during_a_call(asked, monkeypatch, change):
+def test_the_selector_is_asked_again_after_forget_and_pin(asked, monkeypatch, change, during_a_call):
     """Another thread may make the change while the selector looks a call up."""
     monkeypatch.setattr(selector, "_pinned", None)
-    monkeypatch.setattr(table, "kernel", lambda case: change() or "native")
+    monkeypatch.setattr(table, "kernel", lambda case: (during_a_call and change()) or "native")
     layer, x = LinearAct(8, 6), torch.randn(5, 8)
     layer(x)
     has_asked(asked)
+    if not during_a_call:
+        change()
     layer(x)
     assert has_asked(asked)
 
@@ -278,20 +271,4 @@ def test_a_layer_takes_at_most_6_calls_more_than_two_modules_of_torch(activation
     x = torch.randn(5, 8)
     with torch.autocast("cpu", B16, enabled=autocast):
         ours(x)
-        assert calls(ours, x) <= calls(torchs, x) + 6
-
-
-def calls(module, x):
-    """Count the calls of Python's and C's functions."""
-    count = 0
-
-    def see(frame, event, argument):
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    sys.setprofile(see)
-    try:
-        module(x)
-    finally:
-        sys.setprofile(None)
-    return count
+        assert calls_of(partial(ours, x)) <= calls_of(partial(torchs, x)) + 6

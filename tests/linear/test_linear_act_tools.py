@@ -2,12 +2,9 @@
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional
-from torch.nn.utils import parametrizations, parametrize, prune
+from torch.nn.utils import parametrizations, prune
 from torch.testing import assert_close
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mpkernels.functional import linear_act
 from mpkernels.nn import LinearAct
@@ -122,29 +119,6 @@ def test_a_layer_is_not_converted_if_something_would_be_lost(change, text):
             convert()
 
 
-NORMS = (parametrizations.weight_norm, parametrizations.spectral_norm, parametrizations.orthogonal)
-
-
-@pytest.mark.parametrize("norm", [*NORMS, torch.nn.utils.spectral_norm], ids=lambda it: it.__module__ + it.__name__)
-def test_weights_with_norms_compute_as_in_torchs_layer(target, norm):
-    torch.manual_seed(0)
-    ours = LinearAct(7, 5, activation="tanh")
-    theirs = torch.nn.Linear(7, 5)
-    theirs.load_state_dict(ours.state_dict())
-    results = []
-    for layer in (ours, theirs):
-        torch.manual_seed(1)
-        norm(layer).to(target.device)
-        y = layer(X.to(target.device))
-        y = y if layer is ours else torch.tanh(y)
-        y.square().sum().backward()
-        results.append([y, *(it.grad for it in layer.parameters())])
-    assert_close(*results)
-    if parametrize.is_parametrized(ours):
-        parametrize.remove_parametrizations(ours, "weight")
-        assert type(ours) is LinearAct
-
-
 def test_each_hook_is_called_once_and_may_replace_what_it_sees(target):
     """The forward hook sees y after the activation."""
     layer, x = LinearAct(7, 5, activation="relu").to(target.device), X.clone().to(target.device).requires_grad_()
@@ -159,29 +133,3 @@ def test_each_hook_is_called_once_and_may_replace_what_it_sees(target):
     dz = (layer.forward(2 * x.detach()) > 0).to(x.dtype)
     assert_close(x.grad, 6 * dz @ layer.weight)
     assert_close(want, functional.relu(functional.linear(x, layer.weight, layer.bias)))
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # torch.ao warns that it will go
-def test_quantize_dynamic_leaves_the_layer_alone():
-    model = torch.nn.Sequential(LinearAct(7, 5, activation="relu"), torch.nn.Linear(5, 2))
-    quantized = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
-    assert type(quantized[0]) is LinearAct
-    assert type(quantized[1]) is not torch.nn.Linear
-    assert torch.equal(quantized[0](X), model[0](X))
-
-
-@pytest.fixture
-def mesh():
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    torch.distributed.destroy_process_group()
-
-
-@pytest.mark.parametrize("style", [ColwiseParallel, RowwiseParallel])
-def test_torchs_tensor_parallelism_refuses_the_layer_and_takes_to_linear(mesh, style):
-    layer = LinearAct(7, 5, activation="silu")
-    with pytest.raises(NotImplementedError, match=r"only support nn.Linear and nn.Embedding"):
-        parallelize_module(torch.nn.Sequential(layer), mesh, {"0": style()})
-    want = layer(X)
-    model = torch.nn.Sequential(layer.to_linear(), torch.nn.SiLU())
-    assert_close(parallelize_module(model, mesh, {"0": style()})(X), want)

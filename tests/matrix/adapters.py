@@ -22,64 +22,44 @@ def adapted(run: Run, config) -> None:
     set_exact(run)
 
 
-@changes_modules
-def peft_lora(run):
-    adapted(run, LoraConfig(r=2, lora_alpha=2, target_modules=["last"]))
-    yield
+def adapter(name, kind, **options):
+    """Make a row of a kind of adapter."""
+
+    def change(run):
+        adapted(run, kind(**options))
+        yield
+
+    change.__name__ = name
+    changes_modules(change)
+
+
+LORA = {"r": 2, "lora_alpha": 2}
+LAST, FIRST = ({"target_modules": [name]} for name in ("last", "first"))
+adapter("peft lora", LoraConfig, **LORA, **LAST)
+adapter("peft dora", LoraConfig, **LORA, **LAST, use_dora=True)
+adapter("peft ia3", IA3Config, **LAST, feedforward_modules=["last"])
+# Of a parameter, the adapter adds to the weight, not to what the layer computes.
+adapter("peft lora of a parameter", LoraConfig, **LORA, target_modules=[], target_parameters=["first.weight"])
+adapter("peft lora of the layer", LoraConfig, **LORA, **FIRST)
+adapter("peft dora of the layer", LoraConfig, **LORA, **FIRST, use_dora=True)
+adapter("peft ia3 of the layer", IA3Config, **FIRST, feedforward_modules=["first"])
 
 
 @changes_modules
 def peft_lora_of_all_linear(run):
     """LinearAct is no Linear, so peft leaves it alone."""
     swaps = ["last"] if run.drop_in.first_layer is None else "all-linear"
-    adapted(run, LoraConfig(r=2, lora_alpha=2, target_modules=swaps))
-    yield
-
-
-@changes_modules
-def peft_lora_of_a_parameter(run):
-    """The adapter adds to the weight, not to what the layer computes."""
-    adapted(run, LoraConfig(r=2, lora_alpha=2, target_modules=[], target_parameters=["first.weight"]))
+    adapted(run, LoraConfig(**LORA, target_modules=swaps))
     yield
 
 
 @changes_modules
 def peft_lora_merged(run):
     """Merge midway into the weights, which are then trained."""
-    adapted(run, LoraConfig(r=2, lora_alpha=2, target_modules=["last"]))
+    adapted(run, LoraConfig(**LORA, **LAST))
     run.model.base_model.model.requires_grad_(True)
     yield
     run.model.merge_adapter()
-
-
-@changes_modules
-def peft_dora(run):
-    adapted(run, LoraConfig(r=2, lora_alpha=2, use_dora=True, target_modules=["last"]))
-    yield
-
-
-@changes_modules
-def peft_ia3(run):
-    adapted(run, IA3Config(target_modules=["last"], feedforward_modules=["last"]))
-    yield
-
-
-@changes_modules
-def peft_lora_of_the_layer(run):
-    adapted(run, LoraConfig(target_modules=["first"]))
-    yield
-
-
-@changes_modules
-def peft_dora_of_the_layer(run):
-    adapted(run, LoraConfig(use_dora=True, target_modules=["first"]))
-    yield
-
-
-@changes_modules
-def peft_ia3_of_the_layer(run):
-    adapted(run, IA3Config(target_modules=["first"], feedforward_modules=["first"]))
-    yield
 
 
 def is_swapped(run: Run):

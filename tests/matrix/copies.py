@@ -7,7 +7,7 @@ import warnings
 
 import torch
 
-from tests.matrix.runner import FIRST, REST, Run, tool
+from tests.matrix.runner import FIRST, REST, Run, midway, tool
 
 
 @tool()
@@ -21,11 +21,9 @@ def deepcopy(run: Run) -> None:
     run.steps(REST)
 
 
-@tool()
+@midway()
 def pickle_(run: Run) -> None:
-    run.steps(FIRST)
     run.model, run.optimizer, run.scaler = pickle.loads(pickle.dumps((run.model, run.optimizer, run.scaler)))
-    run.steps(REST)
 
 
 @torch.no_grad()
@@ -40,68 +38,54 @@ def write_midway(run: Run) -> None:
     run.steps(REST)
 
 
-@tool(like=write_midway)
+@midway(like=write_midway)
 def deepcopy_then_a_write(run: Run) -> None:
-    run.steps(FIRST)
     run.model, run.optimizer, run.scaler = copy.deepcopy((run.model, run.optimizer, run.scaler))
     written(run)
-    run.steps(REST)
 
 
-@tool(like=write_midway)
+@midway(like=write_midway)
 def a_write_then_pickle(run: Run) -> None:
-    run.steps(FIRST)
     written(run)
     run.model, run.optimizer, run.scaler = pickle.loads(pickle.dumps((run.model, run.optimizer, run.scaler)))
-    run.steps(REST)
 
 
-@tool(like=write_midway)
+@midway(like=write_midway)
 def a_write_then_state_dict(run: Run) -> None:
-    run.steps(FIRST)
     written(run)
     run.optimizer.state_dict()
-    run.steps(REST)
 
 
-@tool(like=write_midway)
+@midway(like=write_midway)
 def a_write_through_data_set_anew(run: Run) -> None:
     """``param.data = other``, as prune.remove, functional swaps and many trainers do."""
-    run.steps(FIRST)
     for param in run.model.parameters():
         param.data = param.detach().mul(0.5).clamp_(-0.1, 0.1)
-    run.steps(REST)
 
 
-@tool(like=write_midway)
+@midway(like=write_midway)
 def a_write_through_data(run: Run) -> None:
     """``param.data.mul_()``, as Lookahead, weight clipping and merged adapters do."""
-    run.steps(FIRST)
     for param in run.model.parameters():
         param.data.mul_(0.5).clamp_(-0.1, 0.1)
-    run.steps(REST)
 
 
-@tool()
+@midway()
 def weights_swapped_and_back(run: Run) -> None:
     """Swap averaged weights in through ``data``, and back."""
-    run.steps(FIRST)
     kept = [param.detach().clone() for param in run.model.parameters()]
     for param in run.model.parameters():
         param.data.copy_(torch.zeros_like(param))
     for param, weight in zip(run.model.parameters(), kept, strict=True):
         param.data.copy_(weight)
-    run.steps(REST)
 
 
-@tool()
+@midway()
 def state_dict_as_tensors_that_live(run: Run) -> None:
     """A state_dict, which shares memory with its model, is loaded into the same model."""
-    run.steps(FIRST)
     run.model.load_state_dict(run.model.state_dict())
     run.optimizer.load_state_dict(run.optimizer.state_dict())
     run.scaler.load_state_dict(run.scaler.state_dict())
-    run.steps(REST)
 
 
 def file_of(run: Run) -> dict[str, dict]:
@@ -121,18 +105,14 @@ def load_into_others(run: Run, order: tuple[str, ...]) -> None:
         getattr(run, name).load_state_dict(saved[name])
 
 
-@tool()
+@midway()
 def checkpoint_model_first(run: Run) -> None:
-    run.steps(FIRST)
     load_into_others(run, ("model", "scaler", "optimizer"))
-    run.steps(REST)
 
 
-@tool()
+@midway()
 def checkpoint_optimizer_first(run: Run) -> None:
-    run.steps(FIRST)
     load_into_others(run, ("optimizer", "scaler", "model"))
-    run.steps(REST)
 
 
 @tool(like=write_midway)
@@ -146,14 +126,12 @@ def checkpoint_then_a_write(run: Run) -> None:
         run.steps(REST)
 
 
-@tool()
+@midway()
 def swapped_tensors(run: Run) -> None:
     """Weights stay the same Python objects, over other tensors in C++."""
-    run.steps(FIRST)
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
         run.model.load_state_dict({name: it.clone() for name, it in run.model.state_dict().items()})
         run.model.to(torch.float64).to(run.drop_in.dtype)
     finally:
         torch.__future__.set_swap_module_params_on_conversion(False)
-    run.steps(REST)

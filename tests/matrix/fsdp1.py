@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -15,6 +16,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
+from mpkernels.amp import clip_grad_norm_
 from tests.matrix.changed_modules import Recorded
 from tests.matrix.many_processes import plain_weights
 from tests.matrix.runner import FIRST, PARTS, REST, tool
@@ -22,7 +24,18 @@ from tests.matrix.runner import FIRST, PARTS, REST, tool
 MAX_NORM = 4.0
 
 
-def by_hand(run, cuts_at_params, processes=2, **options):
+def clip_in_the_loop(run):
+    backward = run.backward
+
+    def backward_and_clip(number):
+        backward(number)
+        run.scaler.unscale_(run.optimizer)
+        clip_grad_norm_([it for group in run.optimizer.param_groups for it in group["params"]], MAX_NORM)
+
+    run.backward = backward_and_clip
+
+
+def by_hand(run, cuts_at_params, processes=2, prepare=lambda run: None, **options):
     """Train in one process, with a parameter for each process's part of the flattened weights."""
     weights = list(run.model.parameters())
     sizes = [it.numel() for it in weights]
@@ -46,6 +59,7 @@ def by_hand(run, cuts_at_params, processes=2, **options):
     run.backward = lambda number: (zero_grad(), backward(number), hand_over())
     inner.register_step_post_hook(hand_back)
     run.optimizer = inner
+    prepare(run)
     run.steps()
     return weights_of(run.model) | run.scaler_result()
 
@@ -67,58 +81,11 @@ def whole(run):
         return weights_of(run.model.module) | run.scaler_result()
 
 
-def trained(run, uses_orig_params, **options):
+def trained(run, uses_orig_params, prepare=lambda run: None, **options):
     wrapped(run, uses_orig_params, **options)
+    prepare(run)
     run.steps()
     return whole(run)
-
-
-@tool(like=lambda run: by_hand(run, False))
-def fsdp1(run):
-    return trained(run, False)
-
-
-@tool(like=lambda run: by_hand(run, True))
-def fsdp1_orig_params(run):
-    return trained(run, True)
-
-
-@tool(like=lambda run: by_hand(run, False))
-def fsdp1_shard_grad_op(run):
-    return trained(run, False, strategy=ShardingStrategy.SHARD_GRAD_OP)
-
-
-@tool(like=lambda run: by_hand(run, True, processes=1))
-def fsdp1_no_shard(run):
-    return trained(run, True, strategy=ShardingStrategy.NO_SHARD)
-
-
-@tool(oracle=lambda run: run.record.replayed(run))
-def fsdp1_mixed_precision(run):
-    """Weights in fp32 get grads in bf16."""
-    precision = MixedPrecision(torch.bfloat16, torch.bfloat16, keep_low_precision_grads=True)
-    wrapped(run, True, mixed_precision=precision)
-    run.record = Recorded(run.optimizer)
-    run.steps()
-    assert {it.grad.dtype for it in run.model.parameters() if it.grad is not None} == {torch.bfloat16}
-    return run.record.result()
-
-
-@tool(like=lambda run: by_hand(run, False, max_norm=MAX_NORM))
-def fsdp1_max_norm(run):
-    return trained(run, False, max_norm=MAX_NORM)
-
-
-@tool(like=lambda run: by_hand(run, True, max_norm=MAX_NORM))
-def fsdp1_orig_params_max_norm(run):
-    return trained(run, True, max_norm=MAX_NORM)
-
-
-@tool(like=lambda run: by_hand(run, False))
-def fsdp1_sharded_grad_scaler(run):
-    scaler = run.scaler
-    run.scaler = ShardedGradScaler("cpu", init_scale=8.0, growth_interval=2, enabled=scaler.is_enabled())
-    return trained(run, False)
 
 
 def resumed(run, uses_orig_params, kind, order):
@@ -141,22 +108,47 @@ def resumed(run, uses_orig_params, kind, order):
     return whole(run)
 
 
+def row(name, train, uses_orig_params, processes=2, **as_by_hand):
+    """Train with FSDP1, and by hand with the same options."""
+
+    def function(run):
+        return train(run, uses_orig_params, **as_by_hand)
+
+    function.__name__ = name
+    tool(like=lambda run: by_hand(run, uses_orig_params, processes, **as_by_hand))(function)
+
+
+FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
 MODEL_FIRST, OPTIMIZER_FIRST = ("model", "optimizer", "scaler"), ("scaler", "optimizer", "model")
+row("fsdp1", trained, False)
+row("fsdp1 orig params", trained, True)
+row("fsdp1 shard grad op", partial(trained, strategy=ShardingStrategy.SHARD_GRAD_OP), False)
+row("fsdp1 no shard", partial(trained, strategy=ShardingStrategy.NO_SHARD), True, processes=1)
+row("fsdp1 no shard max norm", partial(trained, strategy=ShardingStrategy.NO_SHARD), True, 1, max_norm=MAX_NORM)
+row("fsdp1 max norm", trained, False, max_norm=MAX_NORM)
+row("fsdp1 orig params max norm", trained, True, max_norm=MAX_NORM)
+row("fsdp1 clip grad norm", trained, False, prepare=clip_in_the_loop)
+row("fsdp1 full checkpoint", partial(resumed, kind=FULL, order=OPTIMIZER_FIRST), False)
+row("fsdp1 sharded checkpoint", partial(resumed, kind=SHARDED, order=MODEL_FIRST), False)
+row("fsdp1 orig params sharded checkpoint", partial(resumed, kind=SHARDED, order=OPTIMIZER_FIRST), True)
+
+
+@tool(oracle=lambda run: run.record.replayed(run))
+def fsdp1_mixed_precision(run):
+    """Weights in fp32 get grads in bf16."""
+    precision = MixedPrecision(torch.bfloat16, torch.bfloat16, keep_low_precision_grads=True)
+    wrapped(run, True, mixed_precision=precision)
+    run.record = Recorded(run.optimizer)
+    run.steps()
+    assert {it.grad.dtype for it in run.model.parameters() if it.grad is not None} == {torch.bfloat16}
+    return run.record.result()
 
 
 @tool(like=lambda run: by_hand(run, False))
-def fsdp1_full_checkpoint(run):
-    return resumed(run, False, StateDictType.FULL_STATE_DICT, OPTIMIZER_FIRST)
-
-
-@tool(like=lambda run: by_hand(run, False))
-def fsdp1_sharded_checkpoint(run):
-    return resumed(run, False, StateDictType.SHARDED_STATE_DICT, MODEL_FIRST)
-
-
-@tool(like=lambda run: by_hand(run, True))
-def fsdp1_orig_params_sharded_checkpoint(run):
-    return resumed(run, True, StateDictType.SHARDED_STATE_DICT, OPTIMIZER_FIRST)
+def fsdp1_sharded_grad_scaler(run):
+    scaler = run.scaler
+    run.scaler = ShardedGradScaler("cpu", init_scale=8.0, growth_interval=2, enabled=scaler.is_enabled())
+    return trained(run, False)
 
 
 @tool(like=lambda run: by_hand(run, False))

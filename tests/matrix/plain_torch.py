@@ -4,7 +4,7 @@ import warnings
 
 import torch
 
-from tests.matrix.runner import ALL, FIRST, PARTS, REST, Run, tool
+from tests.matrix.runner import ALL, FIRST, PARTS, REST, Run, midway, tool
 
 
 @tool()
@@ -30,19 +30,15 @@ def optimizer_made_anew(run: Run) -> None:
     run.steps(REST)
 
 
-@tool(like=optimizer_made_anew)
+@midway(like=optimizer_made_anew)
 def state_cleared(run: Run) -> None:
-    run.steps(FIRST)
     run.optimizer.state.clear()
-    run.steps(REST)
 
 
-@tool()
+@midway()
 def shared_memory(run: Run) -> None:
     """The weights move, and stay the same tensors."""
-    run.steps(FIRST)
     run.model.share_memory()
-    run.steps(REST)
 
 
 @tool()

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
 from tests.matrix.changed_modules import changes_modules
-from tests.matrix.runner import FIRST, REST, Run, batch, tool
+from tests.matrix.runner import Run, batch, midway, tool
 
 
 @changes_modules
@@ -138,12 +138,10 @@ def dynamically_quantised(model, which):
         return quantize_dynamic(model, which)
 
 
-@tool()
+@midway()
 def quantize_dynamic(run):
     """Quantise a copy of the model midway."""
-    run.steps(FIRST)
     dynamically_quantised(run.model, {nn.Linear})
-    run.steps(REST)
 
 
 def outputs_quantised(run, which):

@@ -106,6 +106,21 @@ def tool(like: Callable[[Run], Any] = plain, oracle: Callable[[Run], Result] | N
     return note
 
 
+def midway(like: Callable[[Run], Any] = plain) -> Any:
+    """Make a row of a function that does something between two halves of the training."""
+
+    def note(function: Callable[[Run], Any]) -> Callable[[Run], Any]:
+        def trained(run: Run) -> None:
+            run.steps(FIRST)
+            function(run)
+            run.steps(REST)
+
+        trained.__name__ = function.__name__
+        return tool(like)(trained)
+
+    return note
+
+
 def carried_out(function: Callable[[Run], Result | None], run: Run) -> Result:
     result = function(run)
     return run.result() if result is None else result

@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.matrix.changed_modules import Recorded
-from tests.matrix.fsdp1 import by_hand, whole, wrapped
+from tests.matrix.fsdp1 import row, whole, wrapped
 from tests.matrix.many_processes import plain_weights
 from tests.matrix.runner import FIRST, REST, tool
 
@@ -75,18 +75,14 @@ def dcp_of_ddp(run):
     resumed(run, wrap)
 
 
-@tool(like=lambda run: by_hand(run, False))
-def dcp_of_fsdp1(run):
-    wrapped(run, False)
-    resumed(run, lambda run: wrapped(run, False))
+def dcp_trained(run, uses_orig_params):
+    wrapped(run, uses_orig_params)
+    resumed(run, lambda run: wrapped(run, uses_orig_params))
     return whole(run)
 
 
-@tool(like=lambda run: by_hand(run, True))
-def dcp_of_fsdp1_orig_params(run):
-    wrapped(run, True)
-    resumed(run, lambda run: wrapped(run, True))
-    return whole(run)
+row("dcp of fsdp1", dcp_trained, False)
+row("dcp of fsdp1 orig params", dcp_trained, True)
 
 
 @tool(like=plain_weights)

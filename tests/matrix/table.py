@@ -73,8 +73,10 @@ fsdp1 orig params                     right    right    right    right   right  
 fsdp1 shard grad op                   right    right    right    right   right    right
 fsdp1 no shard                        right    right    right    right   right    right
 fsdp1 mixed precision                 right    .        .        .       fp32     .
+fsdp1 no shard max norm               right    right    right    ours    right    .
 fsdp1 max norm                        right    right    right    ours    right    .
 fsdp1 orig params max norm            right    right    right    ours    right    .
+fsdp1 clip grad norm                  right    right    right    right   right    right
 fsdp1 sharded grad scaler             .        .        .        right   .        .
 fsdp1 full checkpoint                 right    right    right    right   right    right
 fsdp1 sharded checkpoint              right    right    right    right   right    right
@@ -107,13 +109,9 @@ torchao int8                    right     right     right     right   right     
 torchao int8 of any weight      right     right     right     right   right     right
 torchao int8 training           subclass  subclass  subclass  .       subclass  right
 torchao cpu offload             right     of-each   of-each   .       fp32      right
-trainer                         right     right     right     .       right     right
 trainer resumed                 right     right     right     .       right     right
-accelerate                      right     right     right     right   right     right
 accelerate save and load state  right     right     right     right   right     right
-lightning                       right     right     right     right   right     right
 lightning resumed               right     right     right     right   right     right
-fabric                          right     right     right     right   right     right
 fabric save and load            right     right     right     right   right     right
 """
 

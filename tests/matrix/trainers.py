@@ -73,12 +73,6 @@ def by_trainer(run: Run, folder: str, first: int, steps: int) -> None:
 
 @tool()
 @quietly
-def trainer(run, folder):
-    by_trainer(run, folder, 0, STEPS)
-
-
-@tool()
-@quietly
 def trainer_resumed(run, folder):
     by_trainer(run, folder, 0, HALF)
     renew(run)
@@ -102,12 +96,6 @@ def by_accelerate(run: Run, accelerator: Accelerator, numbers: range) -> None:
             (loss if accelerator.scaler is None else run.scaler.scale(loss)).backward()
         optimizer.step()
         optimizer.zero_grad()
-
-
-@tool()
-@quietly
-def accelerate(run, folder):
-    by_accelerate(run, prepared(run), ALL)
 
 
 @tool()
@@ -148,12 +136,6 @@ def by_lightning(run: Run, folder: str, first: int, steps: int) -> None:
 
 @tool()
 @quietly
-def lightning(run, folder):
-    by_lightning(run, folder, 0, STEPS)
-
-
-@tool()
-@quietly
 def lightning_resumed(run, folder):
     by_lightning(run, folder, 0, HALF)
     renew(run)
@@ -172,12 +154,6 @@ def by_fabric(run: Run, folder: str, numbers: range) -> None:
         fabric.backward(loss()["loss"])
         optimizer.step()
     fabric.save(f"{folder}/it.ckpt", state)
-
-
-@tool()
-@quietly
-def fabric(run, folder):
-    by_fabric(run, folder, ALL)
 
 
 @tool()

@@ -7,26 +7,24 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.nn.fusing.models import Mlp
+from tests.nn.fusing.models import Mlp, forms_of
 
 
-class HiddenIsUsedAgain(Mlp):
-    def forward(self, x):
+class ApplyNoActivation:
+    """Each method is a module's forward."""
+
+    def hidden_is_used_again(self, x):
         h = self.fc1(x)
         y = self.act(h)
         return self.fc2(y) + h.sum()
 
-
-class HiddenIsCapturedBefore(Mlp):
-    def forward(self, x):
+    def hidden_is_captured_before(self, x):
         later = lambda: h.sum()  # noqa: E731
         h = self.fc1(x)
         y = self.act(h)
         return y + later()
 
-
-class HiddenIsCapturedByAFunctionBefore(Mlp):
-    def forward(self, x):
+    def hidden_is_captured_by_a_function_before(self, x):
         def later():
             return h.sum()
 
@@ -34,9 +32,7 @@ class HiddenIsCapturedByAFunctionBefore(Mlp):
         y = self.act(h)
         return y + later()
 
-
-class HiddenIsKeptByTheLoop(Mlp):
-    def forward(self, x):
+    def hidden_is_kept_by_the_loop(self, x):
         h = None
         for _ in range(2):
             if h is not None:
@@ -45,9 +41,79 @@ class HiddenIsKeptByTheLoop(Mlp):
             y = self.act(h)
         return y
 
+    def bound_by_an_augmented_assignment(self, x):
+        x = self.fc1(x)
+        x += self.act(x)
+        return x
 
-class HiddenIsKeptByAWhile(Mlp):
-    def forward(self, x):
+    def arguments_have_no_names(self, x, /):
+        return self.fc2(self.act(self.fc1(x)))
+
+    def name_of_a_comprehension(self, x):
+        h = self.fc1(x)  # noqa: F841  the h below is another one
+        return sum([self.act(h) for h in (x, 2 * x)])
+
+    def changed_in_between(self, x):
+        h = self.fc1(x)
+        h += 1
+        return self.act(h)
+
+    def statement_in_between(self, x):
+        h = self.fc1(x)
+        self.act = nn.ReLU()
+        return self.act(h)
+
+    def bound_inside_an_expression(self, x):
+        _ = self.fc1(h := self.norm(x))
+        return self.act(h)
+
+    def locals_are_read(self, x):
+        h = self.fc1(x)
+        y = self.act(h)
+        return y + locals()["h"]
+
+    def global_is_assigned(self, x):
+        global hidden
+        hidden = self.fc1(x)
+        return self.act(hidden)
+
+    def read_after_an_error(self, x):
+        try:
+            with torch.enable_grad():
+                x = self.fc1(x)
+                x = self.act(x)
+        finally:
+            self.seen = x
+        return x
+
+    def multiplies_by_the_layer_itself(self, x):
+        h = self.fc1(x)
+        return h.tanh() * h
+
+    def chunks_another_dimension(self, x):
+        gate, up = self.packed(x).chunk(2, dim=1)
+        return self.act(gate) * up if up.shape == gate.shape else gate
+
+    def local_named_torch(self, x):
+        torch = nn.Sequential()
+        torch.relu = nn.GELU()
+        return torch.relu(self.fc1(x))
+
+    def an_import_named_torch(self, x):
+        from torch.nn import functional as torch
+
+        return torch.relu(self.fc1(x))
+
+    def a_function_named_torch(self, x):
+        def torch():
+            pass
+
+        torch.relu = nn.GELU()
+        return torch.relu(self.fc1(x))
+
+
+class FusedInPart:
+    def hidden_is_kept_by_a_while(self, x):
         h, i = None, 0
         while i < 2:
             if h is not None:
@@ -58,64 +124,34 @@ class HiddenIsKeptByAWhile(Mlp):
             i += 1
         return x
 
-
-class InputIsBoundAnew(Mlp):
-    def forward(self, x):
+    def input_is_bound_anew(self, x):
         gate = self.act(self.fc1(x))
         x = self.norm(x)
         return gate * self.up(x)
 
 
-class BoundByAnAugmentedAssignment(Mlp):
-    def forward(self, x):
-        x = self.fc1(x)
-        x += self.act(x)
-        return x
+class InInnerFunctions:
+    def in_an_inner_function(self, x):
+        def run(h):
+            h = self.fc1(h)
+            h = self.act(h)
+            return self.fc2(h)
+
+        return checkpoint(run, x, use_reentrant=False)
+
+    def in_a_lambda(self, x):
+        return checkpoint(lambda h: self.fc2(self.act(self.fc1(h))), x, use_reentrant=False)
+
+    def in_a_comprehension(self, x):
+        return torch.stack([F.relu(self.fc1(it)) for it in x])
 
 
-class ArgumentsHaveNoNames(Mlp):
-    def forward(self, x, /):
-        return self.fc2(self.act(self.fc1(x)))
+class CallOtherForms:
+    def glu_of_a_dimension(self, x):
+        return F.glu(self.packed(x), -1)
 
-
-class NameOfAComprehension(Mlp):
-    def forward(self, x):
-        h = self.fc1(x)  # noqa: F841  the h below is another one
-        return sum([self.act(h) for h in (x, 2 * x)])
-
-
-class ChangedInBetween(Mlp):
-    def forward(self, x):
-        h = self.fc1(x)
-        h += 1
-        return self.act(h)
-
-
-class StatementInBetween(Mlp):
-    def forward(self, x):
-        h = self.fc1(x)
-        self.act = nn.ReLU()
-        return self.act(h)
-
-
-class BoundInsideAnExpression(Mlp):
-    def forward(self, x):
-        _ = self.fc1(h := self.norm(x))
-        return self.act(h)
-
-
-class LocalsAreRead(Mlp):
-    def forward(self, x):
-        h = self.fc1(x)
-        y = self.act(h)
-        return y + locals()["h"]
-
-
-class GlobalIsAssigned(Mlp):
-    def forward(self, x):
-        global hidden
-        hidden = self.fc1(x)
-        return self.act(hidden)
+    def activation_in_place(self, x):
+        return F.relu(self.fc1(x), inplace=True)
 
 
 class SameNameForAnotherInput(Mlp):
@@ -126,36 +162,6 @@ class SameNameForAnotherInput(Mlp):
     def forward(self, x):
         x = self.act(self.fc1(x))
         return x * self.up(x)
-
-
-class ReadAfterAnError(Mlp):
-    def forward(self, x):
-        try:
-            with torch.enable_grad():
-                x = self.fc1(x)
-                x = self.act(x)
-        finally:
-            self.seen = x
-        return x
-
-
-class MultipliesByTheLayerItself(Mlp):
-    def forward(self, x):
-        h = self.fc1(x)
-        return h.tanh() * h
-
-
-class ChunksAnotherDimension(Mlp):
-    def forward(self, x):
-        gate, up = self.packed(x).chunk(2, dim=1)
-        return self.act(gate) * up if up.shape == gate.shape else gate
-
-
-class LocalNamedTorch(Mlp):
-    def forward(self, x):
-        torch = nn.Sequential()
-        torch.relu = nn.GELU()
-        return torch.relu(self.fc1(x))
 
 
 class CallsSuper(Mlp):
@@ -228,66 +234,41 @@ class OtherLinear(Mlp):
         return self.act(self.fc1(x))
 
 
-class InAnInnerFunction(Mlp):
+class InAStaticMethod(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc1 = nn.Linear(8, 8)
+
     def forward(self, x):
-        def run(h):
-            h = self.fc1(h)
-            h = self.act(h)
-            return self.fc2(h)
+        return self.activated(self.fc1, x)
 
-        return checkpoint(run, x, use_reentrant=False)
+    @staticmethod
+    def activated(layer, x):
+        return F.relu(layer(x))
 
 
-class InALambda(Mlp):
+class InAModuleDict(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleDict({"fc": nn.Linear(8, 8), "act": nn.GELU()})
+
     def forward(self, x):
-        return checkpoint(lambda h: self.fc2(self.act(self.fc1(h))), x, use_reentrant=False)
+        return self.layers["act"](self.layers["fc"](x))
 
 
-class InAComprehension(Mlp):
-    def forward(self, x):
-        return torch.stack([F.relu(self.fc1(it)) for it in x])
-
-
-class GluOfADimension(Mlp):
-    def forward(self, x):
-        return F.glu(self.packed(x), -1)
-
-
-class ActivationInPlace(Mlp):
-    def forward(self, x):
-        return F.relu(self.fc1(x), inplace=True)
-
-
+GLU, IN_PLACE = forms_of(CallOtherForms)
 LEFT = {
-    HiddenIsUsedAgain: "its forward applies no",
-    HiddenIsCapturedBefore: "its forward applies no",
-    HiddenIsCapturedByAFunctionBefore: "its forward applies no",
-    HiddenIsKeptByTheLoop: "its forward applies no",
-    HiddenIsKeptByAWhile: None,
-    InputIsBoundAnew: None,
-    BoundByAnAugmentedAssignment: "its forward applies no",
-    ArgumentsHaveNoNames: "its forward applies no",
-    NameOfAComprehension: "its forward applies no",
-    ChangedInBetween: "its forward applies no",
-    StatementInBetween: "its forward applies no",
-    BoundInsideAnExpression: "its forward applies no",
-    LocalsAreRead: "its forward applies no",
-    GlobalIsAssigned: "its forward applies no",
+    **dict.fromkeys(forms_of(ApplyNoActivation), "its forward applies no"),
+    **dict.fromkeys(forms_of(FusedInPart)),
+    **dict.fromkeys(forms_of(InInnerFunctions), "it stands in an inner function or a comprehension"),
+    GLU: "glu is no activation that mpkernels knows",
+    IN_PLACE: "relu is called with inplace=True",
     SameNameForAnotherInput: None,
-    ReadAfterAnError: "its forward applies no",
-    MultipliesByTheLayerItself: "its forward applies no",
-    ChunksAnotherDimension: "its forward applies no",
-    LocalNamedTorch: "its forward applies no",
+    **dict.fromkeys((SubclassedActivation, InAStaticMethod, InAModuleDict), "its forward applies no"),
     CallsSuper: "its forward is a closure, or calls super()",
     DecoratedByAnObject: "its forward is no Python function",
     DecoratedOutsideOfACell: "its forward is decorated, and the decorator keeps it in no cell of its closure",
     HasNoSource: "its forward has no source",
     UnknownActivation: "act is no activation that mpkernels knows",
-    SubclassedActivation: "its forward applies no",
-    InAnInnerFunction: "it stands in an inner function or a comprehension",
-    InALambda: "it stands in an inner function or a comprehension",
-    InAComprehension: "it stands in an inner function or a comprehension",
-    GluOfADimension: "glu is no activation that mpkernels knows",
-    ActivationInPlace: "relu is called with inplace=True",
     OtherLinear: "fc1 is no plain torch.nn.Linear",
 }

@@ -7,6 +7,7 @@ from unittest import mock
 import torch
 import torch.nn.functional as F  # noqa: N812  most people import it so
 from torch import nn
+from torch.testing import assert_close
 
 from mpkernels import functional
 
@@ -27,6 +28,14 @@ def recorded_ops():
     originals = {name: getattr(functional, name) for name in OPS}
     with mock.patch.multiple(functional, **{name: partial(record, name, op) for name, op in originals.items()}):
         yield ran
+
+
+def assert_computes(run, want, ops, x=X):
+    """Assert that run(x) calls these fused ops, and returns what is wanted: to the bit, if it calls none."""
+    with recorded_ops() as ran:
+        got = run(x)
+    assert ran == ops
+    assert_close(got, want, rtol=1e-5 if ops else 0, atol=1e-5 if ops else 0)
 
 
 def compiled(model):
@@ -60,6 +69,12 @@ class Mlp(nn.Module):
         return self.fc2(self.act(self.fc1(x)))
 
 
+def forms_of(forwards, base=Mlp):
+    """Return a class with each method of ``forwards`` as its forward."""
+    methods = {name: it for name, it in vars(forwards).items() if callable(it)}
+    return [type(name, (base,), {"forward": it, "__module__": it.__module__}) for name, it in methods.items()]
+
+
 class Chain(Mlp):
     def forward(self, x):
         x = self.fc1(x)
@@ -69,32 +84,9 @@ class Chain(Mlp):
         return self.dropout(x)
 
 
-class ChainWithResidual(Mlp):
-    def forward(self, x):
-        residual = x
-        x = self.norm(x)
-        h = self.fc1(x)
-        h = self.act(h)
-        h = F.dropout(h, self.rate, training=self.training)
-        x = residual + self.fc2(h)
-        return x * 2
-
-
 class Function(Mlp):
     def forward(self, x):
         return F.gelu(self.fc1(self.norm(x)), approximate="tanh")
-
-
-class FunctionOfInstance(Mlp):
-    def forward(self, x):
-        y = self.function(self.fc1(x))
-        return y.sum(-1)
-
-
-class TorchFunction(Mlp):
-    def forward(self, x):
-        hidden: torch.Tensor = torch.relu(self.fc1(x))
-        return self.fc2(hidden)
 
 
 class Gated(Mlp):
@@ -116,13 +108,6 @@ class GatingOneNumber(GatedByOneNumber):
         return self.fc2(self.gate(x) * self.act(self.fc1(x)))
 
 
-class GatedLast(Mlp):
-    def forward(self, x):
-        _, up = self.fc1(x), self.up(x)  # one statement for two names stays as it is
-        up = self.up(x)
-        return self.fc2(up * F.silu(self.fc1(x)))
-
-
 class GatedApart(Mlp):
     def forward(self, x):
         gate = self.act(self.fc1(x))
@@ -137,12 +122,6 @@ class Packed(Mlp):
         up = self.packed(x)
         gate, up = up.chunk(2, dim=-1)
         return self.fc2(up * self.function(gate))
-
-
-class PackedGateLast(Mlp):
-    def forward(self, x):
-        up, gate = self.packed(x).chunk(2, dim=-1)
-        return self.fc2(self.dropout(up * self.act(gate)))
 
 
 class PackedByTorch(Mlp):
@@ -198,12 +177,6 @@ class AfterOperators(Mlp):
         return torch.add(x * scale + self.rate, self.fc2(h), alpha=2)
 
 
-class AfterAMethod(Mlp):
-    def forward(self, x):
-        h = self.act(self.fc1(x))
-        return x.add(self.fc2(h))
-
-
 class Squared(Mlp):
     def forward(self, x):
         return x + self.fc2(F.relu(self.fc1(self.norm(x))).square())
@@ -222,14 +195,6 @@ class GatedBySquares(Mlp):
         return self.fc2(F.relu(self.fc1(x)).pow(2) * self.up(x))
 
 
-class UnderAContext(Mlp):
-    def forward(self, x):
-        with torch.autocast("cpu", enabled=False):
-            x = self.fc1(x)
-            x = self.act(x)
-        return x + 0
-
-
 class Private(Mlp):
     def __init__(self):
         super().__init__()
@@ -245,20 +210,74 @@ class Keywords(Mlp):
         return scale * self.act(self.fc1(x))
 
 
+class BecomeAnMlp:
+    """Each method is the forward of a module."""
+
+    def chain_with_residual(self, x):
+        residual = x
+        x = self.norm(x)
+        h = self.fc1(x)
+        h = self.act(h)
+        h = F.dropout(h, self.rate, training=self.training)
+        x = residual + self.fc2(h)
+        return x * 2
+
+    def torch_function(self, x):
+        hidden: torch.Tensor = torch.relu(self.fc1(x))
+        return self.fc2(hidden)
+
+    def after_a_method(self, x):
+        h = self.act(self.fc1(x))
+        return x.add(self.fc2(h))
+
+
+class BecomeAGatedMlp:
+    def gated_last(self, x):
+        _, up = self.fc1(x), self.up(x)  # one statement for two names stays as it is
+        up = self.up(x)
+        return self.fc2(up * F.silu(self.fc1(x)))
+
+    def packed_gate_last(self, x):
+        up, gate = self.packed(x).chunk(2, dim=-1)
+        return self.fc2(self.dropout(up * self.act(gate)))
+
+
+class BecomeALinearAct:
+    def function_of_instance(self, x):
+        y = self.function(self.fc1(x))
+        return y.sum(-1)
+
+    def under_a_context(self, x):
+        with torch.autocast("cpu", enabled=False):
+            x = self.fc1(x)
+            x = self.act(x)
+        return x + 0
+
+    def one_layer_for_gate_and_up(self, x):
+        return self.act(self.fc1(x)) * self.fc1(x)
+
+    def another_dropout(self, x):
+        return self.fc2(F.alpha_dropout(self.act(self.fc1(x)), p=self.rate, training=self.training))
+
+    def cubed(self, x):
+        return self.fc2(F.relu(self.fc1(x)) ** 3)
+
+    def squared_gelu(self, x):
+        return self.fc2(self.act(self.fc1(x)).square())
+
+    def squared_by_torch(self, x):
+        return self.fc2(torch.square(F.relu(self.fc1(x))))
+
+
 FORMS = {
     Mlp: ["mlp"],
     Chain: ["mlp"],
-    ChainWithResidual: ["mlp"],
     Function: ["linear_act"],
-    FunctionOfInstance: ["linear_act"],
-    TorchFunction: ["mlp"],
     Gated: ["gated_linear"],
     GatedByOneNumber: ["linear_act"],
     GatingOneNumber: ["linear_act"],
-    GatedLast: ["gated_mlp"],
     GatedApart: ["gated_mlp"],
     Packed: ["gated_mlp"],
-    PackedGateLast: ["gated_mlp"],
     PackedByTorch: ["gated_linear"],
     InMethod: ["mlp"],
     InMethodOfALambda: ["mlp"],
@@ -266,11 +285,12 @@ FORMS = {
     TwoInARow: ["linear_act", "mlp"],
     Nested: ["linear_act"],
     AfterOperators: ["mlp"],
-    AfterAMethod: ["mlp"],
     Squared: ["mlp"],
     SquaredByAnOperator: ["mlp"],
     GatedBySquares: ["gated_mlp"],
-    UnderAContext: ["linear_act"],
     Private: ["linear_act"],
     Keywords: ["linear_act"],
+    **{key: ["mlp"] for key in forms_of(BecomeAnMlp)},
+    **{key: ["gated_mlp"] for key in forms_of(BecomeAGatedMlp)},
+    **{key: ["linear_act"] for key in forms_of(BecomeALinearAct)},
 }

@@ -10,7 +10,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from mpkernels.nn import fuse
-from tests.nn.fusing.models import Mlp, X, recorded_ops
+from tests.nn.fusing.models import Mlp, X, forms_of, recorded_ops
 
 BETWEEN = "something else is evaluated between its calls"
 
@@ -36,22 +36,80 @@ class Effects(Mlp):
         return torch.rand_like(x)
 
 
-class InPlaceBefore(Effects):
-    def forward(self, x):
+class InOrder:
+    """Each method is a forward."""
+
+    def in_place_before(self, x):
         h = self.act(self.fc1(x))
         return self.relu_(x) + self.fc2(h)
+
+    def walrus(self, x):
+        h = self.act(self.fc1(x))
+        return (x := x * 3) + self.fc2(h) + x
+
+    def conditional(self, x):
+        h = F.dropout(self.act(self.fc1(x)), 0.5, True)
+        return x * 1 if self.training else self.fc2(h)  # numbers are drawn in either case
+
+    def compared_in_a_chain(self, x):
+        h = F.dropout(self.act(self.fc1(x)), 0.5, True)
+        return x + (self.scale > 1 > self.fc2(h))  # 0.5 > 1 decides
+
+    def comprehension(self, x):
+        h = self.act(self.fc1(x))
+        return sum([it.mul_(2).sum() for it in (x,)]) + self.fc2(h)
+
+    def formatted(self, x):
+        h = self.act(self.fc1(x))
+        return {f"{x.mul_(2).sum()}": self.fc2(h)}.popitem()[1]
+
+    def read_by_a_generator(self, x):
+        later = (h.sum() for _ in range(1))  # noqa: F821
+        h = self.fc1(x)
+        y = self.act(h)
+        return y + next(later)
+
+    def read_after_a_suppressed_error(self, x):
+        with contextlib.suppress(TypeError):
+            x = self.fc1(x)
+            x = self.act(x) + torch.Size
+        return x
+
+    def read_after_a_return_that_fails(self, x):
+        h = x
+        try:
+            h = self.fc1(x)
+            return self.act(h) + torch.Size
+        except TypeError:
+            return h
+
+    def read_by_vars(self, x):
+        h = self.fc1(x)
+        y = self.act(h)
+        return y + vars()["h"]
+
+
+class BecomeMlps:
+    def swaps_its_layer(self, x):
+        return self.fc2(self.act(self.fc1(self.swap_layers(x))))
+
+    def swaps_its_layer_before(self, x):
+        h = self.act(self.fc1(self.swap_layers(x)))
+        return self.fc2(h)
+
+    def changes_its_input(self, x):
+        x = x * 1
+        y = self.relu_(x) + self.fc2(self.act(self.fc1(x)))
+        return y + self.fc2(self.act(self.fc1(x.mul_(2)))) + x
+
+    def numbers_in_order(self, x):
+        return self.fc2(F.dropout(self.act(self.fc1(self.draw(x))), 0.0, False)) + self.draw(x)
 
 
 class InPlaceBeforeALayer(Effects):
     def forward(self, x):
         h = self.fc1(x)
         return self.relu_(x).sum() + self.act(h)
-
-
-class Walrus(Effects):
-    def forward(self, x):
-        h = self.act(self.fc1(x))
-        return (x := x * 3) + self.fc2(h) + x
 
 
 class GatedMlpInPlace(Effects):
@@ -89,24 +147,6 @@ class AugmentedAssignment(Effects):
         return 0
 
 
-class Conditional(Effects):
-    def forward(self, x):
-        h = F.dropout(self.act(self.fc1(x)), 0.5, True)
-        return x * 1 if self.training else self.fc2(h)  # numbers are drawn in either case
-
-
-class ComparedInAChain(Effects):
-    def forward(self, x):
-        h = F.dropout(self.act(self.fc1(x)), 0.5, True)
-        return x + (self.scale > 1 > self.fc2(h))  # 0.5 > 1 decides
-
-
-class Comprehension(Effects):
-    def forward(self, x):
-        h = self.act(self.fc1(x))
-        return sum([it.mul_(2).sum() for it in (x,)]) + self.fc2(h)
-
-
 class Property(Effects):
     @property
     def factor(self):
@@ -119,61 +159,8 @@ class Property(Effects):
         return self.factor * self.fc2(h)
 
 
-class Formatted(Effects):
-    def forward(self, x):
-        h = self.act(self.fc1(x))
-        return {f"{x.mul_(2).sum()}": self.fc2(h)}.popitem()[1]
-
-
-class ReadByAGenerator(Effects):
-    def forward(self, x):
-        later = (h.sum() for _ in range(1))  # noqa: F821
-        h = self.fc1(x)
-        y = self.act(h)
-        return y + next(later)
-
-
-class ReadAfterASuppressedError(Effects):
-    def forward(self, x):
-        with contextlib.suppress(TypeError):
-            x = self.fc1(x)
-            x = self.act(x) + torch.Size
-        return x
-
-
-class ReadAfterAReturnThatFails(Effects):
-    def forward(self, x):
-        h = x
-        try:
-            h = self.fc1(x)
-            return self.act(h) + torch.Size
-        except TypeError:
-            return h
-
-
-class ReadByVars(Effects):
-    def forward(self, x):
-        h = self.fc1(x)
-        y = self.act(h)
-        return y + vars()["h"]
-
-
-ORDERED = [
-    *(InPlaceBefore, InPlaceBeforeALayer, Walrus, GatedMlpInPlace, PackedInPlace, RateIsComputed, AugmentedAssignment),
-    *(Conditional, ComparedInAChain, Comprehension, Property, Formatted, ReadByAGenerator, ReadAfterASuppressedError),
-    *(ReadAfterAReturnThatFails, ReadByVars),
-]
-
-
-class SwapsItsLayer(Effects):
-    def forward(self, x):
-        return self.fc2(self.act(self.fc1(self.swap_layers(x))))
-
-
-class SwapsItsLayerBefore(Effects):
-    def forward(self, x):
-        h = self.act(self.fc1(self.swap_layers(x)))
-        return self.fc2(h)
+LEFT_IN_ORDER = InPlaceBeforeALayer, GatedMlpInPlace, PackedInPlace
+ORDERED = [*forms_of(InOrder, Effects), *LEFT_IN_ORDER, RateIsComputed, AugmentedAssignment, Property]
 
 
 class SwapsItsPackedLayer(Effects):
@@ -184,18 +171,6 @@ class SwapsItsPackedLayer(Effects):
     def forward(self, x):
         gate, up = torch.chunk(self.packed(self.swap_layers(x)), 2, dim=-1)
         return up * self.act(gate)
-
-
-class ChangesItsInput(Effects):
-    def forward(self, x):
-        x = x * 1
-        y = self.relu_(x) + self.fc2(self.act(self.fc1(x)))
-        return y + self.fc2(self.act(self.fc1(x.mul_(2)))) + x
-
-
-class NumbersInOrder(Effects):
-    def forward(self, x):
-        return self.fc2(F.dropout(self.act(self.fc1(self.draw(x))), 0.0, False)) + self.draw(x)
 
 
 def outcome_of_a_call(model, is_training=True):
@@ -231,18 +206,17 @@ def test_a_fused_model_has_the_effects_of_the_plain_one_in_the_same_order(kind, 
     assert_same(outcome_of_a_call(fused, is_training), outcome_of_a_call(plain, is_training))
 
 
-@pytest.mark.parametrize("kind", [InPlaceBeforeALayer, GatedMlpInPlace, PackedInPlace], ids=lambda it: it.__name__)
+@pytest.mark.parametrize("kind", LEFT_IN_ORDER, ids=lambda it: it.__name__)
 def test_a_site_that_would_be_reordered_is_left_with_the_reason(kind):
     left = [site.reason for site in fuse(kind()).left]
     assert left == [BETWEEN] or (kind is GatedMlpInPlace and left == [])
 
 
+SWAPS, SWAPS_BEFORE, CHANGES_ITS_INPUT, NUMBERS = forms_of(BecomeMlps, Effects)
 FUSED_IN_ORDER = {
-    SwapsItsLayer: ["mlp"],
-    SwapsItsLayerBefore: ["mlp"],
+    **{key: ["mlp"] for key in (SWAPS, SWAPS_BEFORE, NUMBERS)},
+    CHANGES_ITS_INPUT: ["mlp", "mlp"],
     SwapsItsPackedLayer: ["gated_linear"],
-    ChangesItsInput: ["mlp", "mlp"],
-    NumbersInOrder: ["mlp"],
 }
 
 

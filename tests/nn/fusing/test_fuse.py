@@ -13,7 +13,7 @@ from mpkernels.functional import linear_act
 from mpkernels.nn import fuse, fusing, unfuse
 from mpkernels.nn.fusing import classes
 from tests.linear.choosing import forget_choices
-from tests.nn.fusing.models import Chain, Gated, GatedApart, Mlp, Packed, X, compiled, recorded_ops
+from tests.nn.fusing.models import Chain, Gated, GatedApart, Mlp, Packed, X, assert_computes, compiled, recorded_ops
 
 RELU = nn.ReLU()
 SEQUENTIALS = {
@@ -35,9 +35,7 @@ def test_a_sequential_is_fused(layers, ops):
     model = nn.Sequential(*copy.deepcopy(layers))
     want = model(X)
     report = fuse(model)
-    with recorded_ops() as ran:
-        assert_close(model(X), want, rtol=1e-5, atol=1e-6)
-    assert ran == ops
+    assert_computes(model, want, ops)
     assert len(report.fused) == len(ops)
     run, graphs = compiled(model)
     assert_close(run(X), want, rtol=1e-5, atol=1e-6)
@@ -106,24 +104,19 @@ def test_a_fused_transformer_gives_the_same_result_in_inference():
             assert_close(encoder(X, src_key_padding_mask=mask), want, rtol=1e-5, atol=1e-5)
 
 
-def test_fusing_twice_is_fusing_once():
+def test_a_dry_run_changes_nothing_and_fusing_twice_is_fusing_once():
     model = nn.Sequential(Chain(), Packed())
+    plain = [type(it) for it in model.modules()]
+    dry = fuse(model, dry_run=True)
+    assert [type(it) for it in model.modules()] == plain
+    assert dry.saved_bytes(X).plain > 0
+    assert [type(it) for it in model.modules()] == plain
     first = fuse(model)
-    classes = [type(it) for it in model.modules()]
+    fused = [type(it) for it in model.modules()]
     second = fuse(model)
-    assert [type(it) for it in model.modules()] == classes
-    assert second.fused == first.fused
-    assert second.left == first.left
-
-
-def test_a_dry_run_changes_nothing():
-    model = nn.Sequential(Chain(), Packed())
-    classes = [type(it) for it in model.modules()]
-    report = fuse(model, dry_run=True)
-    assert [type(it) for it in model.modules()] == classes
-    assert report.saved_bytes(X).plain > 0
-    assert [type(it) for it in model.modules()] == classes
-    assert report.fused == fuse(model).fused
+    assert [type(it) for it in model.modules()] == fused
+    assert dry.fused == first.fused == second.fused
+    assert first.left == second.left
 
 
 def test_unfuse_takes_a_model_that_accelerate_has_unwrapped():
@@ -132,9 +125,7 @@ def test_unfuse_takes_a_model_that_accelerate_has_unwrapped():
     fuse(model)
     model.forward = model.forward
     unfuse(model)
-    with recorded_ops() as ran:
-        assert_close(model(X), Mlp()(X), rtol=0, atol=0)
-    assert ran == []
+    assert_computes(model, Mlp()(X), [])
 
 
 def test_unfuse_leaves_a_model_alone_that_was_never_fused():
@@ -160,9 +151,7 @@ def test_a_module_that_lets_nothing_be_set_is_fused_and_unfused():
     model = nn.Sequential(Mlp(), Sealed(), Mlp())
     want = model(X)
     assert [it.module for it in fuse(model).fused] == ["0", "1", "2"]
-    with recorded_ops() as ran:
-        assert_close(model(X), want)
-    assert ran == 3 * ["mlp"]
+    assert_computes(model, want, 3 * ["mlp"])
     unfuse(model)
     assert [type(it) for it in model] == [Mlp, Sealed, Mlp]
 

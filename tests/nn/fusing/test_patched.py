@@ -26,23 +26,23 @@ from tests.nn.fusing.models import (
     Squared,
     SquaredByAnOperator,
     X,
+    forms_of,
     recorded_ops,
 )
 
 
-class WithDropout(Mlp):
-    def forward(self, x):
+class Forwards:
+    def with_dropout(self, x):
         return self.fc2(F.dropout(self.act(self.fc1(self.norm(x))), 0.0, self.training))
 
-
-class Relu(Mlp):
-    def forward(self, x):
+    def relu(self, x):
         return F.relu(self.fc1(x))
 
-
-class Tanh(Mlp):
-    def forward(self, x):
+    def tanh(self, x):
         return F.tanh(self.fc1(x))
+
+
+WITH_DROPOUT, RELU, TANH = forms_of(Forwards)
 
 
 def sequential():
@@ -58,10 +58,10 @@ PATCHES = [
     (Mlp, nn.Module, "_call_impl"),
     (Mlp, F, "linear"),
     (Mlp, F, "gelu"),
-    (WithDropout, F, "dropout"),
-    (Relu, F, "relu"),
-    (Relu, torch, "relu"),
-    (Tanh, torch.Tensor, "tanh"),
+    (WITH_DROPOUT, F, "dropout"),
+    (RELU, F, "relu"),
+    (RELU, torch, "relu"),
+    (TANH, torch.Tensor, "tanh"),
     (Packed, torch.Tensor, "chunk"),
     (PackedByTorch, torch, "chunk"),
     (Gated, torch.Tensor, "__mul__"),
@@ -169,7 +169,7 @@ class MakesASubclassInAnEarlierExpression(MakesASubclassInAnExpression):
         return self.fc2(h)
 
 
-@pytest.mark.parametrize("kind", [Mlp, Gated, Packed, WithDropout, sequential])
+@pytest.mark.parametrize("kind", [Mlp, Gated, Packed, WITH_DROPOUT, sequential])
 def test_a_function_mode_sees_each_function(kind):
     plain, fused = kind(), kind()
     fuse(fused)

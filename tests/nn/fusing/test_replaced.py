@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from mpkernels.nn import fuse
-from tests.nn.fusing.models import Mlp, recorded_ops
+from tests.nn.fusing.models import Mlp, assert_computes, recorded_ops
 
 X = torch.linspace(-1, 1, 32).view(4, 8)
 
@@ -117,10 +117,7 @@ def test_a_forward_that_is_defined_again_is_fused_again():
         want = [forward(it, X) for it in (first, second)]
         for model, expected in zip((first, second), want, strict=True):
             assert fuse(model).fused
-            with recorded_ops() as ran:
-                got = model(X)
-            assert ran == [op]
-            torch.testing.assert_close(got, expected)
+            assert_computes(model, expected, [op], X)
 
 
 def test_a_method_that_is_defined_again_is_fused_again():

@@ -6,13 +6,8 @@ from torch import nn
 
 from mpkernels import selector
 from mpkernels.nn import fuse, unfuse
+from tests.nn.fusing.forms_left_alone import UnknownActivation
 from tests.nn.fusing.models import Chain, Mlp, Packed, X
-
-
-class UnknownActivation(Mlp):
-    def __init__(self):
-        super().__init__()
-        self.act = nn.ELU()
 
 
 def test_the_report_is_a_table():
