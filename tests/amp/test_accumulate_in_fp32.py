@@ -217,7 +217,7 @@ def test_torchs_adamw_refuses_fp32_grads_of_16_bit_parameters():
         trained(model, torch.optim.AdamW(model.parameters()), [batch(0)], 1, grad_dtype=F32)
 
 
-@pytest.mark.parametrize("wrong", [B16, F16, torch.float64, "float32", 32], ids=str)
+@pytest.mark.parametrize("wrong", [B16, F16, torch.float64, "float64", 32], ids=str)
 def test_another_dtype_is_refused(wrong):
     with pytest.raises(ValueError, match=r"accumulate: grad_dtype must be torch.float32 or None, got "):
         accumulate([], 2, AdamW(network(B16).parameters()), grad_dtype=wrong)
