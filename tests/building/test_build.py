@@ -17,7 +17,7 @@ import pytest
 
 import mpkernels
 from tests import ROOT
-from tests.builds import attempt, copy_checkout, python
+from tests.building.builds import attempt, copy_checkout, python
 
 pytestmark = pytest.mark.begins_first
 PIP_WHEEL = ("-m", "pip", "wheel", "-v", "--no-deps", "--wheel-dir=wheels", ".")
