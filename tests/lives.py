@@ -17,23 +17,12 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._pytree import tree_leaves
 
 from mpkernels.amp import GradScaler, clip_grad_norm_
-from mpkernels.optim import Masters
 from tests.distributed.sharding import mesh_of, part_of
 from tests.networks import B16, F16
-from tests.optim.optimizers import OPTIMIZERS, Line
+from tests.optim.optimizers import WITH_MASTERS
 from tests.processes import spawn
 
 F32, SHAPES, ACTS = torch.float32, ((6, 5), (4,), (9, 2)), 14
-
-
-def wrapped(kind, params, max_norm=None, **options):
-    return Masters(kind(params, **options), max_norm=max_norm)
-
-
-LINES = OPTIMIZERS | {
-    f"Masters({kind.__name__})": Line(partial(wrapped, kind), options, kind, ())
-    for kind, options in ((torch.optim.SGD, {"momentum": 0.9}), (torch.optim.AdamW, {"weight_decay": 0.1}))
-}
 
 
 def digest(*them):
@@ -52,7 +41,7 @@ class Life:
     def __init__(self, seed, rank=None, state_dtypes=(F32, B16, torch.int8)):
         self._chance, self._rank, self._hooks, self._seen = random.Random(seed), rank, [], 0.0
         self._generator, choice = torch.Generator().manual_seed(seed), self._chance.choice
-        self._line, self._dtype = LINES[name := choice(list(LINES))], choice((F32, B16, B16, F16))
+        self._line, self._dtype = WITH_MASTERS[name := choice(list(WITH_MASTERS))], choice((F32, B16, B16, F16))
         self._is_wrapper = name.startswith("Masters")
         own = {"master": choice(("split", "fp32")), "state_dtype": choice(state_dtypes)}
         self._options = {"max_norm": choice((None, 0.5))} | ({} if self._is_wrapper else own)

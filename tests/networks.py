@@ -36,6 +36,7 @@ def backward(model, seed, scale=1.0):
 
 
 def train(model, optimizer, steps, first=0):
+    loss = None
     for seed in range(first, first + steps):
         loss = backward(model, seed)
         optimizer.step()

@@ -5,7 +5,7 @@ import torch
 
 import mpkernels
 from mpkernels.amp import accumulate, find_nonfinite, to_mixed
-from mpkernels.optim import SGD, AdamW, Masters
+from mpkernels.optim import AdamW
 
 TAKE_A_MODEL = {
     "memory_report": mpkernels.memory_report,
@@ -45,15 +45,3 @@ def test_memory_report_and_advise_name_what_else_is_wrong():
         mpkernels.memory_report(torch.nn.Linear(2, 2, device="meta"), loss=lambda model: model(torch.ones(1, 2)).sum())
     with pytest.raises(TypeError, match=r"^advise: dtype must be a torch.dtype, got 'bf16'$"):
         mpkernels.doctor.advise(model, "bf16")
-
-
-@pytest.mark.parametrize("make", [AdamW, lambda params: Masters(torch.optim.SGD(params, 0.1)), SGD])
-def test_an_optimizer_refuses_a_models_state_dict(make):
-    model = torch.nn.Linear(2, 2)
-    optimizer = make(model.parameters())
-    before = optimizer.state_dict()
-    with pytest.raises(ValueError, match="load_state_dict: state_dict must have state and param_groups, got weight, b"):
-        optimizer.load_state_dict(model.state_dict())
-    with pytest.raises(ValueError, match="got an empty dict"):
-        optimizer.load_state_dict({})
-    assert optimizer.state_dict() == before

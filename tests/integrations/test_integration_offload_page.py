@@ -5,8 +5,8 @@ import torch
 
 from mpkernels.optim import AdamW
 from tests import ROOT, libraries
+from tests.docs.test_docs import ANY_BLOCK, BLOCK
 from tests.networks import B16
-from tests.test_docs import ANY_BLOCK, BLOCK
 
 libraries.need()
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402

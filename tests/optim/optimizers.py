@@ -1,13 +1,17 @@
 """The table of our optimizers: a new one needs a line here, and its rule one in tests/ops/step/rules_table.py."""
 
+import copy
+import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
+from mpkernels.amp import GradScaler
 from mpkernels.ops.step.split import join
-from mpkernels.optim import SGD, Adam, AdamW, Lion
+from mpkernels.optim import SGD, Adam, AdamW, Lion, Masters
 from tests.hard_grads import same_bits
 from tests.ops.step.rules_table import LionInPlainTorch
 
@@ -41,6 +45,34 @@ OPTIMIZERS = {
     "Lion": Line(Lion, {"betas": (0.9, 0.99), "weight_decay": 0.1}, LionInPlainTorch, ("exp_avg",), 1e-3),
 }
 each_optimizer = pytest.mark.parametrize("line", OPTIMIZERS.values(), ids=OPTIMIZERS)
+
+
+class Tuned(AdamW):
+    """A user's subclass: messages name it."""
+
+
+def masters_around(kind, params, max_norm=None, guard=None, **options):
+    return Masters(kind(params, **options), max_norm=max_norm, guard=guard)
+
+
+WITH_MASTERS = OPTIMIZERS | {
+    f"Masters({kind.__name__})": Line(partial(masters_around, kind), options, kind, ())
+    for kind, options in ((torch.optim.SGD, {"momentum": 0.9}), (torch.optim.AdamW, {"weight_decay": 0.1}))
+}
+each_with_masters = pytest.mark.parametrize("line", WITH_MASTERS.values(), ids=WITH_MASTERS)
+each_duplicate = pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))], ids=["deepcopy", "pickle"]
+)
+
+
+SCALERS = {"ours": GradScaler, "torch's": torch.amp.GradScaler}
+each_scaler = pytest.mark.parametrize("whose", SCALERS)
+each_scaler_and_none = pytest.mark.parametrize("whose", [*SCALERS, "nobody's"])
+
+
+def scaler_of(whose, **options):
+    """Return a scaler, which is disabled if it is nobody's."""
+    return SCALERS.get(whose, torch.amp.GradScaler)("cpu", **options, enabled=whose in SCALERS)
 
 
 def all_same_bits(some, others):

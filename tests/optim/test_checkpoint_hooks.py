@@ -7,16 +7,7 @@ import torch
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from mpkernels.optim import AdamW
-from tests.networks import B16, network, train
-
-
-def test_what_a_post_hook_writes_into_a_loaded_state_stays():
-    model = network()
-    train(model, optimizer := AdamW(model.parameters()), 1)
-    weight = model[0].weight
-    optimizer.register_load_state_dict_post_hook(lambda it: it.state[weight]["exp_avg"].fill_(7.0))
-    optimizer.load_state_dict(optimizer.state_dict())
-    assert (optimizer.state[weight]["exp_avg"] == 7).all()
+from tests.networks import B16
 
 
 def test_load_hooks_get_the_optimizer_itself():
@@ -99,34 +90,26 @@ def an_old_checkpoint(optimizer, say):
     for state in saved["state"].values():
         state["step"] = int(state["step"])
     for group in saved["param_groups"]:
-        for key in (
-            "maximize",
-            "foreach",
-            "capturable",
-            "differentiable",
-            "fused",
-            "amsgrad",
-            "decoupled_weight_decay",
-        ):
-            group.pop(key, None)
+        for key in ("maximize", "foreach", "capturable", "differentiable", "fused", "amsgrad"):
+            group.pop(key)
+        group.pop("decoupled_weight_decay", None)
     optimizer.load_state_dict(saved)
     return optimizer.state_dict()
 
 
-def one_group_too_many(optimizer, say):
+def groups_that_do_not_fit(optimizer, say):
     saved = optimizer.state_dict()
-    saved["param_groups"].append(saved["param_groups"][0])
-    with pytest.raises(ValueError, match="different number of parameter groups") as error:
-        optimizer.load_state_dict(saved)
-    return str(error.value)
+    [group] = saved["param_groups"]
+    for groups in ([group, group], [group | {"params": group["params"][:-1]}]):
+        with pytest.raises(ValueError, match=r"different number|doesn't match the size") as error:
+            optimizer.load_state_dict(saved | {"param_groups": groups})
+        say(str(error.value))
 
 
-def one_parameter_too_few(optimizer, say):
-    saved = optimizer.state_dict()
-    del saved["param_groups"][0]["params"][-1]
-    with pytest.raises(ValueError, match="doesn't match the size of optimizer's group") as error:
-        optimizer.load_state_dict(saved)
-    return str(error.value)
+def post_hook_writes_to_a_loaded_state(optimizer, say):
+    optimizer.register_load_state_dict_post_hook(lambda it: next(iter(it.state.values()))["exp_avg"].fill_(7.0))
+    optimizer.load_state_dict(optimizer.state_dict())
+    return optimizer.state_dict()
 
 
 USES = [
@@ -137,8 +120,8 @@ USES = [
     load_hook_replaces,
     foreign_states,
     an_old_checkpoint,
-    one_group_too_many,
-    one_parameter_too_few,
+    groups_that_do_not_fit,
+    post_hook_writes_to_a_loaded_state,
 ]
 
 

@@ -6,73 +6,76 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from mpkernels.optim import AdamW
-from tests.hard_grads import same_bits
 from tests.networks import B16
+from tests.optim.optimizers import Tuned, all_same_bits
 
-OPTIONS = [{"guard": False, **it} for it in ({}, {"master": "fp32"}, {"state_dtype": torch.int8}, {"amsgrad": True})]
-SECOND = r"AdamW.release_grads: params\[.\] of shape \(3, 3\) must get its grad once before each step, got a second one"
+each_option = pytest.mark.parametrize(
+    "options", [{}, {"master": "fp32"}, {"state_dtype": torch.int8}, {"amsgrad": True}], ids=str
+)
+SECOND = r"Tuned.release_grads: params\[.\] of shape \(3, 3\) must get its grad once before each step, got a second one"
+GIVEN_TWICE = r"Tuned: params\[2\] of shape \(3, 3\) must be given once, got it as params\[0\], too"
 
 
 def weights(count=3, dtype=torch.float32):
     return [torch.nn.Parameter(torch.full((3, 3), 1.0 + i, dtype=dtype)) for i in range(count)]
 
 
+def released(count=2, dtype=torch.float32, **options):
+    params = weights(count, dtype)
+    (optimizer := Tuned(params, **{"guard": False, **options})).release_grads()
+    return params, optimizer
+
+
+def steps_of(optimizer):
+    return [int(state["step"]) for state in map(optimizer.state.get, optimizer.param_groups[0]["params"]) if state]
+
+
 def reentrant(weight, x):
     return checkpoint(lambda x: x @ weight, x, use_reentrant=True)
 
 
-def start(dtype):
+def start(dtype=torch.float32):
     return torch.eye(3, dtype=dtype, requires_grad=True)
 
 
-def shared_in_a_row(shared, other, x):
-    return reentrant(shared, reentrant(other, reentrant(shared, x)))
-
-
-def shared_side_by_side(shared, other, x):
-    return reentrant(shared, x) + reentrant(shared, reentrant(other, x))
-
-
-def shared_in_a_nested_one(shared, other, x):
+def in_a_nested_one(shared, other, x):
     return checkpoint(lambda x: reentrant(shared, reentrant(shared, x)), x @ other, use_reentrant=True)
 
 
-def tied(shared, other, x):
-    return reentrant(shared.t(), reentrant(other, reentrant(shared, x)))
-
-
-def inside_and_outside(shared, other, x):
-    """The grad from the outer graph comes after the one from the checkpoint."""
-    return reentrant(shared, x @ shared)
-
-
-USES = [shared_in_a_row, shared_side_by_side, tied, shared_in_a_nested_one, inside_and_outside]
+SHARED = {
+    "in a row": lambda shared, other, x: reentrant(shared, reentrant(other, reentrant(shared, x))),
+    "side by side": lambda shared, other, x: reentrant(shared, x) + reentrant(shared, reentrant(other, x)),
+    "tied": lambda shared, other, x: reentrant(shared.t(), reentrant(other, reentrant(shared, x))),
+    "in a nested one": in_a_nested_one,
+    # The grad from the outer graph comes after the one from the checkpoint.
+    "inside and outside": lambda shared, other, x: reentrant(shared, x @ shared),
+}
+each_use = pytest.mark.parametrize("use", SHARED.values(), ids=SHARED)
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")  # the inner checkpoint has no graph
-@pytest.mark.parametrize("use", USES, ids=lambda it: it.__name__)
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@each_use
+@each_option
 @pytest.mark.parametrize("dtype", [torch.float32, B16], ids=str)
 def test_a_parameter_that_reentrant_checkpoints_share_is_refused_before_it_moves(use, options, dtype):
-    params = weights(2, dtype)
-    optimizer = AdamW(params, **options)
-    optimizer.release_grads()
+    params, optimizer = released(dtype=dtype, **options)
     before = copy.deepcopy(params)
-    with pytest.raises(RuntimeError, match=SECOND):
-        use(*params, start(dtype)).sum().backward()
-    assert all(map(same_bits, params, before))
+    for _ in range(2):  # zero_grad gives up a backward that was refused
+        with pytest.raises(RuntimeError, match=rf"{SECOND}.*call the optimizer's zero_grad\(\) or step\(\)"):
+            use(*params, start(dtype)).sum().backward()
+        optimizer.zero_grad()
+    assert all_same_bits(params, before)
     assert not optimizer.state
+    (params[0] @ params[1]).sum().backward()
+    assert steps_of(optimizer) == [1, 1]
 
 
 def test_a_parameter_stepped_before_a_checkpoint_uses_it_is_refused_too():
     """The parameter has moved once by then: nothing tells beforehand what a reentrant checkpoint will use."""
-    params = weights(2)
-    optimizer = AdamW(params)
-    optimizer.release_grads()
+    params, optimizer = released()
     with pytest.raises(RuntimeError, match=SECOND):
-        (reentrant(params[0], start(torch.float32)) @ params[0]).sum().backward()
-    assert optimizer.state[params[0]]["step"] == 1
+        (reentrant(params[0], start()) @ params[0]).sum().backward()
+    assert steps_of(optimizer) == [1]
 
 
 def once_each(first, second, third):
@@ -91,45 +94,39 @@ def shared_without_checkpoints(first, second, third):
 
 
 @pytest.mark.parametrize("use", [once_each, non_reentrant, shared_without_checkpoints], ids=lambda it: it.__name__)
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@each_option
 def test_parameters_that_get_one_grad_step_as_without_release(use, options):
     ours, plain = weights(), weights()
-    optimizers = AdamW(ours, **options), AdamW(plain, **options)
+    optimizers = [Tuned(it, guard=False, **options) for it in (ours, plain)]
     release = optimizers[0].release_grads()
     for _ in range(3):
+        with release.accumulate():
+            use(*ours).sum().backward()
+        use(*plain).sum().backward()
         for params, optimizer in zip((ours, plain), optimizers, strict=True):
-            if params is ours:
-                with release.accumulate():
-                    use(*params).sum().backward()
-            else:
-                use(*params).sum().backward()
             use(*params).sum().backward()
             optimizer.step()
             assert params is plain or all(param.grad is None for param in params)
             optimizer.zero_grad()
-    assert all(map(same_bits, ours, plain))
+    assert all_same_bits(ours, plain)
 
 
 def test_only_grads_from_reentrant_checkpoints_wait_for_the_step():
-    params = weights()
-    optimizer = AdamW(params)
-    optimizer.release_grads()
+    params, _ = released(3)
     once_each(*params).sum().backward()
     assert [param.grad is None for param in params] == [False, True, False]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@each_option
 def test_a_second_grad_before_the_step_is_refused(options):
     """torch would add up the grads. A second backward may bring other parameters' grads."""
-    params = weights(2)
-    optimizer = AdamW(params, **options)
-    optimizer.release_grads()
+    params, optimizer = released(**options)
     params[0].sum().backward()
     params[1].sum().backward()
     before = copy.deepcopy(params)
     with pytest.raises(RuntimeError, match=SECOND):
         (params[0].sum() * params[1].sum()).backward()
-    assert all(map(same_bits, params, before))
+    assert all_same_bits(params, before)
     optimizer.step()
     optimizer.zero_grad()
     params[0].sum().backward()
@@ -149,46 +146,25 @@ class Fails(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@each_option
 def test_zero_grad_gives_up_a_backward_that_failed(options, set_to_none):
-    params = weights(2)
-    optimizer = AdamW(params, **options)
-    optimizer.release_grads()
+    params, optimizer = released(**options)
     for steps in range(1, 4):
         with pytest.raises(torch.OutOfMemoryError):
-            (Fails.apply(start(torch.float32) @ params[0]) @ params[1]).sum().backward()
+            (Fails.apply(start() @ params[0]) @ params[1]).sum().backward()
         assert optimizer.state[params[1]]["step"] == 2 * steps - 1
         optimizer.zero_grad(set_to_none)
         (params[0] @ params[1]).sum().backward()
-        assert [optimizer.state[param]["step"] for param in params] == [steps, 2 * steps]
+        assert steps_of(optimizer) == [steps, 2 * steps]
         optimizer.step()
-
-
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
-@pytest.mark.parametrize("use", USES, ids=lambda it: it.__name__)
-def test_zero_grad_gives_up_a_backward_that_was_refused(use):
-    params = weights(2)
-    optimizer = AdamW(params)
-    optimizer.release_grads()
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match=rf"{SECOND}.*call the optimizer's zero_grad\(\) or step\(\)"):
-            use(*params, start(torch.float32)).sum().backward()
-        optimizer.zero_grad()
-    (params[0] @ params[1]).sum().backward()
-    assert [optimizer.state[param]["step"] for param in params] == [1, 1]
 
 
 def test_a_grad_that_waits_for_the_step_may_come_twice():
     """With the guard, max_norm or a scaler nothing is stepped in the backward."""
-    params = weights(2)
-    optimizer = AdamW(params, max_norm=1e9)
-    optimizer.release_grads()
-    shared_in_a_row(*params, start(torch.float32)).sum().backward()
+    params, optimizer = released(guard=None, max_norm=1e9)
+    SHARED["in a row"](*params, start()).sum().backward()
     optimizer.step()
-    assert [optimizer.state[param]["step"] for param in params] == [1, 1]
-
-
-GIVEN_TWICE = r"AdamW: params\[2\] of shape \(3, 3\) must be given once, got it as params\[0\], too"
+    assert steps_of(optimizer) == [1, 1]
 
 
 @pytest.mark.parametrize("named", [False, True])
@@ -197,42 +173,32 @@ def test_a_parameter_twice_in_a_group_is_refused_at_the_step(named, foreach):
     """torch warns of it in the constructor."""
     first, second = weights(2)
     twice = [first, second, first]
-    given = [(str(i), it) for i, it in enumerate(twice)] if named else twice
     with pytest.warns(UserWarning, match="a parameter group with duplicate parameters"):
-        optimizer = AdamW(given, foreach=foreach)
+        optimizer = Tuned([(str(i), it) for i, it in enumerate(twice)] if named else twice, foreach=foreach)
     first.grad = torch.ones_like(first)
     before = copy.deepcopy([first, second])
     for _ in range(2):
         with pytest.raises(ValueError, match=GIVEN_TWICE):
             optimizer.step()
-    assert all(map(same_bits, [first, second], before))
+    assert all_same_bits([first, second], before)
 
 
-def in_its_group(optimizer, first):
-    optimizer.param_groups[0]["params"].append(first)
-
-
-def in_another_group(optimizer, first):
-    optimizer.param_groups.append({**optimizer.param_groups[0], "params": [first]})
-
-
-@pytest.mark.parametrize("put", [in_its_group, in_another_group], ids=lambda it: it.__name__)
-def test_a_parameter_that_users_append_a_second_time_is_refused(put):
+@pytest.mark.parametrize("into_its_group", [True, False])
+def test_a_parameter_that_users_append_a_second_time_is_refused(into_its_group):
     params = weights(2)
-    optimizer = AdamW(params)
-    for _ in range(2):
-        for param in params:
-            param.grad = torch.ones_like(param)
-        before = copy.deepcopy(params)
-        if len(optimizer.state) == 0:
-            optimizer.step()
-            before = copy.deepcopy(params)
-            put(optimizer, params[0])
+    optimizer = Tuned(params)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    if into_its_group:
+        optimizer.param_groups[0]["params"].append(params[0])
+    else:
+        optimizer.param_groups.append({**optimizer.param_groups[0], "params": params[:1]})
+    before = copy.deepcopy(params)
+    for refused in (optimizer.step, optimizer.step, optimizer.release_grads):
         with pytest.raises(ValueError, match=GIVEN_TWICE):
-            optimizer.step()
-        assert all(map(same_bits, params, before))
-    with pytest.raises(ValueError, match=GIVEN_TWICE):
-        optimizer.release_grads()
+            refused()
+    assert all_same_bits(params, before)
 
 
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
@@ -242,7 +208,7 @@ def test_a_checkpoint_that_has_a_parameter_twice_is_refused():
         param.grad = torch.ones_like(param)
     theirs = torch.optim.AdamW([first, second, first])
     theirs.step()
-    optimizer = AdamW(weights(3))
-    with pytest.raises(ValueError, match=r"AdamW.load_state_dict: a group must hold each parameter once, got \[2\]"):
+    optimizer = Tuned(weights(3))
+    with pytest.raises(ValueError, match=r"Tuned.load_state_dict: a group must hold each parameter once, got \[2\]"):
         optimizer.load_state_dict(theirs.state_dict())
     assert not optimizer.state

@@ -46,34 +46,11 @@ def assert_the_same(
     assert all(map(same_bits, *results))
 
 
-CHANGES, CHANGES_OF_GRADS = {}, {}
-
-
-def added_to(table):
-    def add(function):
-        table[function.__name__] = function
-        return function
-
-    return add
-
-
-@added_to(CHANGES)
-def parameters_in_other_memory(params, optimizer):
+def elsewhere(params, optimizer):
     for param in params:
         param.data = param.data + 1
 
 
-@added_to(CHANGES)
-def another_layout(params, optimizer):
-    params[0].data = params[0].data.t().contiguous().t()
-
-
-@added_to(CHANGES)
-def another_layout_in_place(params, optimizer):
-    params[0].data = params[0].data.t()
-
-
-@added_to(CHANGES)
 def a_longer_parameter(params, optimizer):
     """Make a parameter longer, so that those after it lie in other chunks."""
     params[0].grad, params[0].data = None, torch.ones(20_000)
@@ -81,41 +58,22 @@ def a_longer_parameter(params, optimizer):
         optimizer.state[params[0]][name].data = torch.ones(20_000)
 
 
-@added_to(CHANGES)
-def a_swapped_parameter(params, optimizer):
-    torch.utils.swap_tensors(params[0], Parameter(params[0].detach() * 2))
-
-
-@added_to(CHANGES)
 def a_new_parameter_in_its_place(params, optimizer):
     params[1] = Parameter(params[1].detach().clone())
     optimizer.param_groups[0]["params"][1] = params[1]
 
 
-@added_to(CHANGES)
 def a_new_parameter_with_the_old_state(params, optimizer):
     state = optimizer.state.pop(params[1])
     a_new_parameter_in_its_place(params, optimizer)
     optimizer.state[params[1]] = state
 
 
-@added_to(CHANGES)
 def a_parameter_added_later(params, optimizer):
     params.append(Parameter(torch.ones(3)))
     optimizer.add_param_group({"params": params[-1:], "lr": 0.5})
 
 
-@added_to(CHANGES)
-def a_parameter_without_a_grad_comes_first(params, optimizer):
-    optimizer.param_groups[0]["params"].insert(0, Parameter(torch.ones(2)))
-
-
-@added_to(CHANGES)
-def parameters_in_reverse_order(params, optimizer):
-    optimizer.param_groups[0]["params"].reverse()
-
-
-@added_to(CHANGES)
 def a_parameter_in_another_group(params, optimizer):
     """The order of all parameters stays the same."""
     if len(optimizer.param_groups) == 1:
@@ -123,34 +81,11 @@ def a_parameter_in_another_group(params, optimizer):
     optimizer.param_groups[1]["params"].insert(0, optimizer.param_groups[0]["params"].pop())
 
 
-@added_to(CHANGES)
-def another_group_in_its_place(params, optimizer):
-    optimizer.param_groups[0] = optimizer.param_groups[0] | {"lr": 0.0}
-
-
-@added_to(CHANGES)
-def other_hyperparameters(params, optimizer):
-    optimizer.param_groups[0] |= {"lr": 0.1, "betas": (0.5, 0.6), "eps": 0.1, "weight_decay": 0.5, "maximize": True}
-
-
-@added_to(CHANGES)
 def other_tensors_as_states(params, optimizer):
     for state in optimizer.state.values():
-        for key, value in state.items():
-            state[key] = value.clone()
+        state.update({key: value.clone() for key, value in state.items()})
 
 
-@added_to(CHANGES)
-def other_memory_of_states(params, optimizer):
-    optimizer.state[params[1]]["exp_avg"].data = torch.full_like(params[1], 2)
-
-
-@added_to(CHANGES)
-def another_dict_of_states(params, optimizer):
-    optimizer.state[params[1]] = {key: value * 0 + 1 for key, value in optimizer.state[params[1]].items()}
-
-
-@added_to(CHANGES)
 def states_exchanged(params, optimizer):
     """Exchange states, in the optimizer's order."""
     params[2].data = params[2].data.new_ones(6)
@@ -161,54 +96,59 @@ def states_exchanged(params, optimizer):
     optimizer.state.update(zip(params, (first, third, second), strict=True))
 
 
-@added_to(CHANGES)
-def states_forgotten(params, optimizer):
-    optimizer.state.clear()
-
-
-@added_to(CHANGES)
-def the_last_state_forgotten(params, optimizer):
-    del optimizer.state[params[-1]]
-
-
-@added_to(CHANGES)
 def moments_in_another_layout_in_place(params, optimizer):
     for name in ("exp_avg", "exp_avg_sq"):
         moment = optimizer.state[params[0]][name]
         moment.set_(moment.untyped_storage(), 0, (4, 4), (1, 4))
 
 
-@added_to(CHANGES)
-def a_checkpoint_is_loaded(params, optimizer):
-    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-
-
-@added_to(CHANGES)
 def amsgrad_begins(params, optimizer):
     optimizer.param_groups[0]["amsgrad"] = True
     for param in params:
         optimizer.state[param]["max_exp_avg_sq"] = torch.full_like(param, 3)
 
 
-@added_to(CHANGES_OF_GRADS)
-def no_grad(params, optimizer):
-    params[0].grad = None
+HYPERS = {"lr": 0.1, "betas": (0.5, 0.6), "eps": 0.1, "weight_decay": 0.5, "maximize": True}
+CHANGES = {  # what is done with a list of the parameters and the optimizer
+    "parameters in other memory": elsewhere,
+    "another layout": lambda it, _: setattr(it[0], "data", it[0].data.t().contiguous().t()),
+    "another layout in place": lambda it, _: setattr(it[0], "data", it[0].data.t()),
+    "a longer parameter": a_longer_parameter,
+    "a swapped parameter": lambda it, _: torch.utils.swap_tensors(it[0], Parameter(it[0].detach() * 2)),
+    "a new parameter in its place": a_new_parameter_in_its_place,
+    "a new parameter with the old state": a_new_parameter_with_the_old_state,
+    "a parameter added later": a_parameter_added_later,
+    "one without a grad comes first": lambda _, it: it.param_groups[0]["params"].insert(0, Parameter(torch.ones(2))),
+    "parameters in reverse order": lambda _, it: it.param_groups[0]["params"].reverse(),
+    "a parameter in another group": a_parameter_in_another_group,
+    "another group in its place": lambda _, it: it.param_groups.__setitem__(0, it.param_groups[0] | {"lr": 0.0}),
+    "other hyperparameters": lambda _, it: it.param_groups[0].update(HYPERS),
+    "other tensors as states": other_tensors_as_states,
+    "other memory of a state": lambda it, by: setattr(by.state[it[1]]["exp_avg"], "data", torch.full_like(it[1], 2)),
+    "another dict of states": lambda it, by: by.state.update(
+        {it[1]: {key: value * 0 + 1 for key, value in by.state[it[1]].items()}}
+    ),
+    "states exchanged": states_exchanged,
+    "states forgotten": lambda _, it: it.state.clear(),
+    "the last state forgotten": lambda it, by: by.state.pop(it[-1]),
+    "the last state emptied": lambda it, by: by.state[it[-1]].clear(),
+    "moments in another layout in place": moments_in_another_layout_in_place,
+    "a checkpoint is loaded": lambda _, it: it.load_state_dict(copy.deepcopy(it.state_dict())),
+    "amsgrad begins": amsgrad_begins,
+}
 
 
-@added_to(CHANGES_OF_GRADS)
 def a_grad_of_another_dtype(params, optimizer):
     params[1].grad, params[1].grad_dtype = None, None
     params[1].grad = torch.full(params[1].shape, 0.5, dtype=B16)
 
 
-@added_to(CHANGES_OF_GRADS)
-def a_zero_tensor(params, optimizer):
-    params[1].grad = torch._efficientzerotensor(params[1].shape, device=params[1].device)
-
-
-@added_to(CHANGES_OF_GRADS)
-def a_grad_in_another_layout(params, optimizer):
-    params[0].grad = params[0].grad.t()
+CHANGES_OF_GRADS = {
+    "no grad": lambda it, _: setattr(it[0], "grad", None),
+    "a grad of another dtype": a_grad_of_another_dtype,
+    "a zero tensor": lambda it, _: setattr(it[0], "grad", torch._efficientzerotensor(it[0].shape, device=it[0].device)),
+    "a grad in another layout": lambda it, _: setattr(it[0], "grad", it[0].grad.t()),
+}
 
 
 @pytest.mark.each_value_once
@@ -227,7 +167,7 @@ def test_a_kept_plan_sees_other_grads(change, target):
 @pytest.mark.parametrize("dtype", [torch.float32, B16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("options", [{}, {"max_norm": 1.0}, {"amsgrad": True}, {"state_dtype": I8}], ids=str)
 def test_a_kept_plan_steps_alike_for_any_dtype_and_options(target, dtype, options):
-    assert_the_same(target.device, change_grads=no_grad, dtype=dtype, **options)
+    assert_the_same(target.device, change_grads=CHANGES_OF_GRADS["no grad"], dtype=dtype, **options)
 
 
 @pytest.mark.parametrize("key", ["step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "remainder", "master", "scales"])
@@ -255,10 +195,6 @@ def test_states_given_to_other_parameters_are_seen():
         optimizer.state.update(zip(reversed(params), states, strict=True))
 
     assert_the_same("cpu", exchanged, shapes=[(4, 4)] * 2)
-
-
-def test_the_last_state_emptied_is_seen():
-    assert_the_same("cpu", lambda params, optimizer: optimizer.state[params[-1]].clear())
 
 
 @pytest.mark.parametrize("place", [0, 299])

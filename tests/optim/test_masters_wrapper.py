@@ -1,17 +1,20 @@
-"""An optimizer inside Masters steps 16-bit parameters as it would step fp32 ones, for each optimizer of a table."""
+"""An optimizer inside Masters steps 16-bit parameters as it would step fp32 ones, for each optimizer of wrapped.py."""
 
 import copy
+import math
+from operator import attrgetter
 
 import pytest
 import torch
 
 from mpkernels import ops
-from mpkernels.amp import GradScaler
 from mpkernels.ops.step.split import split
 from mpkernels.optim import Masters
 from mpkernels.optim.masters import true_weight
 from tests.hard_grads import same_bits
-from tests.networks import B16, F16
+from tests.networks import B16, F16, backward, network
+from tests.optim.optimizers import each_scaler_and_none, scaler_of
+from tests.optim.test_masters_wrapper_memory import CountingSteps
 from tests.optim.wrapped import OPTIMIZERS, all_params, give_grads, groups, parameters
 
 F32 = torch.float32
@@ -69,14 +72,10 @@ def assert_in_step(ours, bare):
         assert_same({**group, "params": None}, {**other, "params": None})
 
 
-def both_step(ours, bare, seed, dtype, factor=1.0, **options):
-    give_grads(all_params(ours), seed, dtype, **options)
-    give_grads(all_params(bare), seed, dtype, **options)
-    for param in all_params(bare):
-        if factor != 1 and param.grad is not None:
-            param.grad *= factor
-    ours.step()
-    bare.step()
+def both_step(ours, bare, seed, dtype, **options):
+    for optimizer in (ours, bare):
+        give_grads(all_params(optimizer), seed, dtype, **options)
+        optimizer.step()
 
 
 def test_all_of_torchs_optimizers_are_tried():
@@ -97,85 +96,42 @@ def test_a_step_equals_the_bare_optimizers_over_fp32_weights_and_grads(make, dty
     assert all(param.grad.dtype == param.dtype for param in all_params(ours))
 
 
-@each_optimizer
-def test_bf16_weights_learn_what_each_step_adds(make):
-    """After many steps, with no comparison in between, the true weights are those of the fp32 parameters."""
-    ours, bare = pair(make, B16)
-    for seed in range(20):
-        both_step(ours, bare, seed, B16)
-    assert_same([it.float() for it in true_weights(ours)], [it.detach() for it in all_params(bare)])
-
-
-@each_optimizer
-@each_dtype
-def test_grads_are_clipped_by_their_common_norm(make, dtype):
-    ours, bare = pair(make, dtype, max_norm=2.0)
-    for seed in range(3):
-        give_grads(all_params(ours), seed, dtype)
-        norm = ops.grad_stats([param.grad for param in all_params(ours)]).total_sumsq.sqrt()
-        grads = [param.grad.clone() for param in all_params(ours)]
-        both_step(ours, bare, seed, dtype, factor=float(2.0 / (norm + 1e-6)))
-        assert_in_step(ours, bare)
-        assert ours.grad_norm.dtype == F32
-        assert ours.grad_norm == norm.float()
-        assert_same([param.grad for param in all_params(ours)], grads)
-
-
 def snapshot(optimizer):
     return copy.deepcopy(([it.detach() for it in all_params(optimizer)], optimizer.state_dict()))
 
 
-def spoil(optimizer, bad):
-    all_params(optimizer)[2].grad[1, 1] = bad
-
-
 @each_optimizer
 @each_dtype
-@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
-def test_a_skipped_step_leaves_no_trace(make, dtype, bad):
-    ours, bare = pair(make, dtype)
-    for seed in range(3):
-        before = snapshot(ours)
-        give_grads(all_params(ours), seed, dtype)
-        spoil(ours, bad)
-        ours.step()
-        assert_same(snapshot(ours), before)
-        assert (ours.step_was_skipped.dtype, ours.step_was_skipped.item()) == (torch.bool, True)
-        assert ours.skipped_steps == seed + 1
-        both_step(ours, bare, seed, dtype)
-        assert_in_step(ours, bare)
-        assert not ours.step_was_skipped
-
-
-@each_optimizer
-@each_dtype
-@pytest.mark.parametrize("scaler", [torch.amp.GradScaler, GradScaler], ids=lambda it: it.__module__)
+@each_scaler_and_none
 @pytest.mark.parametrize("max_norm", [None, 2.0])
-def test_a_step_under_a_scaler_unscales_and_skips(make, dtype, scaler, max_norm):
-    (ours, bare), scaler = pair(make, dtype, max_norm=max_norm), scaler("cpu", init_scale=4.0, growth_interval=1)
-    for seed in range(4):
-        scale = scaler.scale(torch.ones(())).item()
+def test_a_step_unscales_clips_and_skips_and_only_reads_the_grads(make, dtype, whose, max_norm):
+    ours, bare = pair(make, dtype, max_norm=max_norm)
+    scaler = scaler_of(whose, init_scale=4.0, growth_interval=1)
+    read = all_params(ours)[: None if max_norm else 3]  # else an fp32 parameter's own grad goes to the class
+    for seed, bad in enumerate((math.inf, 1.0, math.nan, 1.0, 1.0)):
+        scale, before = scaler.scale(torch.ones(())).item(), snapshot(ours)
         give_grads(all_params(ours), seed, dtype, scale=scale)
-        if seed == 1:
-            spoil(ours, float("inf"))
-            before = snapshot(ours)
+        all_params(ours)[2].grad[1, 1] *= bad
+        grads = [param.grad.clone() for param in read]
         scaler.step(ours)
         scaler.update()
-        if seed == 1:
+        assert_same([param.grad for param in read], grads)
+        assert same_bits(ours.step_was_skipped, torch.tensor(bad != 1))
+        if bad != 1:
             assert_same(snapshot(ours), before)
-            assert ours.step_was_skipped
             continue
         give_grads(all_params(bare), seed, dtype)
-        norm = float(ops.grad_stats([param.grad for param in all_params(bare)]).total_sumsq.sqrt())
+        norm = ops.grad_stats([param.grad for param in all_params(bare)]).total_sumsq.sqrt()
         for param in all_params(bare):
-            param.grad *= 1.0 if max_norm is None else max_norm / (norm + 1e-6)
+            param.grad *= 1.0 if max_norm is None else float(max_norm / (norm + 1e-6))
         bare.step()
         assert_in_step(ours, bare)
-        is_ours = isinstance(scaler, GradScaler)  # which leaves the look at the grads to the step, with their norm
-        assert ours.grad_norm == torch.tensor(norm).float() if is_ours or max_norm else ours.grad_norm is None
-    assert ours.skipped_steps == 1
-    assert scaler.get_scale() == 4.0 * 2**3 / 2
-    assert not {"grad_scale", "found_inf"} & vars(ours).keys()
+        if whose == "torch's" and max_norm is None:  # it looks at the grads itself
+            assert ours.grad_norm is None
+        else:
+            assert same_bits(ours.grad_norm, norm.float())
+    assert ours.skipped_steps == 2
+    assert not scaler.is_enabled() or scaler.get_scale() == 8.0
 
 
 @each_optimizer
@@ -237,3 +193,48 @@ def test_fp32_grads_of_16_bit_weights_are_only_read():
     param.grad = torch.full((8,), 3.0)
     Masters(torch.optim.SGD([param], lr=0.1), max_norm=0.5).step()
     assert param.grad.eq(3.0).all()
+
+
+IS_TRAINED = attrgetter("requires_grad")
+RELEASED = {name: make for name, make in OPTIMIZERS.items() if "counts in groups" not in name}
+
+
+@pytest.mark.parametrize("make", RELEASED.values(), ids=RELEASED)
+@pytest.mark.parametrize("dtype", [torch.float32, B16], ids=str)
+def test_grads_are_freed_in_the_backward_and_weights_step_as_without(make, dtype):
+    models = network(dtype), network(dtype)
+    for model in models:
+        for param in model.parameters():
+            param.requires_grad_(param.ndim == 2)  # for Muon
+    released, plain = (Masters(make(filter(IS_TRAINED, it.parameters())), guard=False) for it in models)
+    release = released.release_grads()
+    for step in range(3):
+        for model in models:
+            backward(model, step)
+        assert all(it.grad is None for it in models[0].parameters())
+        released.step()
+        plain.step()
+        plain.zero_grad()
+        assert all(map(same_bits, models[0].parameters(), models[1].parameters()))
+    release.remove()
+    backward(models[0], 3)
+    assert all(it.grad is not None for it in models[0].parameters() if it.requires_grad)
+
+
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [
+        (lambda it: CountingSteps(it, lr=0.1), "whose step changes steps, a group's lr"),
+        (OPTIMIZERS["a class that counts in groups"], "whose step changes a group's count"),
+    ],
+)
+def test_a_class_that_counts_its_steps_is_not_stepped_in_the_backward(make, what):
+    model = network(B16)
+    with pytest.raises(ValueError, match=f"^Masters: optimizer must remember its steps in state alone for.*{what}"):
+        Masters(make(model.parameters()), guard=False).release_grads()
+    optimizer = Masters(make(model.parameters()), max_norm=1.0)  # all grads are kept until the step
+    optimizer.release_grads()
+    backward(model, 0)
+    assert all(it.grad.dtype == B16 for it in model.parameters())
+    optimizer.step()
+    assert all(it.grad is None for it in model.parameters())

@@ -7,7 +7,6 @@ import re
 import pytest
 import torch
 
-from mpkernels.amp import GradScaler
 from mpkernels.optim import Masters
 from mpkernels.optim.masters import true_weight
 from tests.hard_grads import same_bits
@@ -129,23 +128,6 @@ def test_it_steps_as_over_fp32_parameters(make, count):
         step(ours, seed)
         step(bare, seed)
         assert_same_weights(ours, bare)
-
-
-@each_class
-def test_it_gets_unscaled_and_clipped_grads(make):
-    ours, bare = Masters(made(make, B16, 3), max_norm=1.0), made(make, F32, 3)
-    scaler = GradScaler("cpu", init_scale=64.0)
-    for seed in range(3):
-        scaler.scale(torch.ones(()))
-        give_grads(all_params(ours), seed, B16, 64.0)
-        scaler.step(ours)
-        scaler.update()
-        give_grads(all_params(bare), seed, B16)
-        for param in all_params(bare):
-            param.grad *= float(1.0 / (ours.grad_norm.double() + 1e-6))
-        bare.step()
-    for param, other in zip(all_params(ours), all_params(bare), strict=True):
-        torch.testing.assert_close(true_weight(param, ours.state[param]).float(), other.detach(), rtol=1e-5, atol=1e-6)
 
 
 def test_what_it_keeps_by_tensor_is_saved_and_loaded():

@@ -6,12 +6,11 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
-import mpkernels
-from mpkernels.amp import GradScaler
 from mpkernels.optim import Masters
 from mpkernels.optim.masters import true_weight
 from tests.hard_grads import same_bits
-from tests.networks import B16, F16
+from tests.networks import B16
+from tests.optim.optimizers import each_scaler, scaler_of
 from tests.optim.wrapped import all_params, give_grads, groups, parameters
 
 MASTERS_OPTIONS = "max_norm", "guard", "group_by_group"
@@ -40,14 +39,6 @@ def test_groups_state_and_defaults_are_the_wrapped_ones():
     before = list(map(id, all_params(optimizer)))
     step(optimizer)
     assert list(map(id, all_params(optimizer))) == before
-
-
-def test_a_parameter_takes_two_bytes_more_than_its_state():
-    param = torch.nn.Parameter(torch.zeros(1000, dtype=B16))
-    optimizer = Masters(torch.optim.SGD([param], lr=0.1, momentum=0.9))
-    param.grad = torch.ones_like(param)
-    optimizer.step()
-    assert sum(it.nbytes for it in optimizer.state[param].values()) == 1000 * (4 + 2)
 
 
 @pytest.mark.parametrize("group_by_group", [False, True])
@@ -120,24 +111,6 @@ def test_states_that_add_param_group_makes_are_widened():
         assert optimizer.state[param]["momentum_buffer"].dtype == torch.float32
 
 
-def test_zero_grad_zeroes_or_drops_the_grads():
-    optimizer = around()
-    give_grads(all_params(optimizer), 0, B16)
-    optimizer.zero_grad(set_to_none=False)
-    assert all(not param.grad.any() for param in all_params(optimizer))
-    optimizer.zero_grad()
-    assert all(param.grad is None for param in all_params(optimizer))
-
-
-def test_hooks_run_around_the_step_and_inside():
-    optimizer, calls = around(), []
-    optimizer.register_step_pre_hook(lambda it, *_: calls.append(("before", it is optimizer)))
-    optimizer.register_step_post_hook(lambda it, *_: calls.append(("after", it is optimizer)))
-    optimizer.wrapped.register_step_pre_hook(lambda it, *_: calls.append(it.param_groups[0]["params"][0].dtype))
-    step(optimizer)
-    assert calls == [("before", True), torch.float32, ("after", True)]
-
-
 def test_hooks_around_state_dicts_get_masters_itself():
     optimizer, seen = around(), []
     optimizer.register_state_dict_pre_hook(lambda it: seen.append(it is optimizer))
@@ -151,10 +124,10 @@ def test_hooks_around_state_dicts_get_masters_itself():
     assert saved["more"] == 3
 
 
-@pytest.mark.parametrize("kind", [torch.amp.GradScaler, GradScaler], ids=lambda it: it.__module__)
-def test_a_hook_never_sees_a_scaled_grad(kind):
+@each_scaler
+def test_a_hook_never_sees_a_scaled_grad(whose):
     """The grads are bf16, because torch's scaler takes no fp16 grads."""
-    optimizer, scaler, seen = around(), kind("cpu", init_scale=64.0), []
+    optimizer, scaler, seen = around(), scaler_of(whose, init_scale=64.0), []
     optimizer.register_step_pre_hook(lambda it, *_: seen.append(all_params(it)[0].grad.clone()))
     give_grads(all_params(optimizer), 0, B16)
     grad = all_params(optimizer)[0].grad.clone()
@@ -162,76 +135,6 @@ def test_a_hook_never_sees_a_scaled_grad(kind):
     give_grads(all_params(optimizer), 0, B16, scale=64.0)
     scaler.step(optimizer)
     assert torch.equal(seen[0], grad)
-
-
-@pytest.mark.parametrize("dtype", [B16, F16], ids=str)
-def test_the_user_may_unscale_and_clip(dtype):
-    optimizer, scaler = around(dtype=dtype), GradScaler("cpu", init_scale=64.0)
-    bare = torch.optim.SGD(groups(parameters(torch.float32)), lr=0.1)
-    scaler.scale(torch.ones(()))
-    give_grads(all_params(optimizer), 0, dtype, scale=64.0)
-    scaler.unscale_(optimizer)
-    torch.nn.utils.clip_grad_norm_(all_params(optimizer), 1.0)
-    for param, other in zip(all_params(optimizer), all_params(bare), strict=True):
-        other.grad = param.grad.float()
-    scaler.step(optimizer)
-    scaler.update()
-    bare.step()
-    for param, other in zip(all_params(optimizer), all_params(bare), strict=True):
-        assert same_bits(param, other.to(param.dtype))
-
-
-@pytest.mark.parametrize("kind", [torch.amp.GradScaler, GradScaler], ids=lambda it: it.__module__)
-@pytest.mark.parametrize("options", [{}, {"guard": True}, {"max_norm": 1.0}], ids=str)
-def test_an_inf_that_the_scaler_has_found_skips_the_step_though_the_user_removes_it(kind, options):
-    optimizer, scaler = around(**options), kind("cpu", init_scale=4.0)
-    scaler.scale(torch.ones(()))
-    give_grads(all_params(optimizer), 0, B16)
-    all_params(optimizer)[0].grad[0, 0] = torch.inf
-    scaler.unscale_(optimizer)
-    all_params(optimizer)[0].grad.nan_to_num_(posinf=0.0)
-    before = [param.detach().clone() for param in all_params(optimizer)]
-    scaler.step(optimizer)
-    assert all(map(same_bits, all_params(optimizer), before))
-    assert optimizer.skipped_steps == 1
-
-
-def test_a_closure_is_called_once_before_all_groups():
-    optimizer, calls = around(), []
-
-    def closure():
-        assert torch.is_grad_enabled()
-        calls.append(1)
-        give_grads(all_params(optimizer), 0, B16)
-        return 7.0
-
-    before = all_params(optimizer)[0].detach().clone()
-    assert optimizer.step(closure) == 7.0
-    assert calls == [1]
-    assert not torch.equal(all_params(optimizer)[0], before)
-
-
-def test_repr_shows_masters_and_the_wrapped_optimizer():
-    text = repr(around(torch.optim.Muon, max_norm=1.0))
-    assert text.startswith("Masters (max_norm: 1.0, guard: None (on)) around\nMuon (\nParameter Group 0\n")
-
-
-def test_metrics_read_its_norm_and_skips():
-    optimizer, scaler = around(max_norm=1.0), GradScaler("cpu", init_scale=2.0)
-    metrics = mpkernels.Metrics(optimizer, scaler)
-    scaler.scale(torch.ones(()))
-    give_grads(all_params(optimizer), 0, B16, scale=2.0)
-    scaler.step(optimizer)
-    assert metrics.read() == {"grad_norm": float(optimizer.grad_norm), "skipped_steps": 0.0, "loss_scale": 2.0}
-
-
-def test_fp32_parameters_alone_are_not_guarded():
-    param = torch.nn.Parameter(torch.ones(4, 3))
-    optimizer = Masters(torch.optim.SGD([param], lr=1.0))
-    param.grad = torch.full((4, 3), float("nan"))
-    optimizer.step()
-    assert param.isnan().all()
-    assert (optimizer.grad_norm, optimizer.skipped_steps, optimizer.step_was_skipped) == (None, None, None)
 
 
 def test_hooks_of_ddp_stay_on_the_parameter():

@@ -1,16 +1,21 @@
 """Each optimizer keeps its state through checkpoints, ours and torch's, copies, files and changes of its options."""
 
-import copy
 import io
-import pickle
 
 import pytest
 import torch
 
 import mpkernels
-from mpkernels.optim import SGD
 from tests.networks import B16, F16, assert_close, backward, network, train
-from tests.optim.optimizers import all_same_bits, assert_same_states, each_optimizer, saved_numbers, weights
+from tests.optim.optimizers import (
+    all_same_bits,
+    assert_same_states,
+    each_duplicate,
+    each_optimizer,
+    each_with_masters,
+    saved_numbers,
+    weights,
+)
 
 
 @each_optimizer
@@ -56,57 +61,19 @@ def test_checkpoints_go_to_plain_torch_and_back_without_rounding(line):
     assert_close(model, other, 8, line.lr)
 
 
-@each_optimizer
-@pytest.mark.parametrize(
-    "clone", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))], ids=["deepcopy", "pickle"]
-)
-def test_a_copy_steps_as_the_original_does(line, clone):
+@each_with_masters
+@each_duplicate
+def test_a_copy_steps_as_the_original_does(line, duplicate):
     model = network(B16)
     both = model, line.ours(model.parameters(), max_norm=1.0)
     train(*both, 3)
-    copied = clone(both)
-    train(*both, 3, first=3)
-    train(*copied, 3, first=3)
-    assert all_same_bits(weights(model), weights(copied[0]))
-
-
-@pytest.mark.parametrize("state_dtype", [torch.float32, torch.int8], ids=str)
-def test_momentum_may_be_switched_on_and_off(state_dtype):
-    """As in torch, the buffer begins with the first grad that comes while momentum is on."""
-    ours, theirs = network(), network()
-    optimizers = [SGD(ours.parameters(), 0.01, state_dtype=state_dtype), torch.optim.SGD(theirs.parameters(), 0.01)]
-    for seed, momentum in enumerate([0, 0, 0.9, 0.9, 0, 0.9]):
-        for model, optimizer in zip((ours, theirs), optimizers, strict=True):
-            optimizer.param_groups[0]["momentum"] = momentum
-            backward(model, seed)
-            optimizer.step()
-    rtol = 1e-5 if state_dtype == torch.float32 else 2e-2
-    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=rtol, atol=rtol)
-
-
-def test_groups_with_and_without_momentum_step_as_torchs():
-    ours, theirs = network(), network()
-    optimizers = []
-    for model, kind in ((ours, SGD), (theirs, torch.optim.SGD)):
-        first, *rest = model.parameters()
-        optimizers.append(kind([{"params": [first], "momentum": 0.9}, {"params": rest, "weight_decay": 0.1}], lr=0.01))
-    for seed in range(6):
-        for model, optimizer in zip((ours, theirs), optimizers, strict=True):
-            backward(model, seed)
-            optimizer.step()
-    assert_close(ours, theirs, 60, 0.01)
-    assert [len(optimizers[0].state.get(it, {})) for it in ours.parameters()] == [2, 0, 0, 0, 0, 0]
-
-
-def test_a_skipped_first_step_saves_no_momentum_buffer():
-    """No buffer is saved, so that torch's begins with the next grad, as ours does."""
-    model = network()
-    optimizer = SGD(model.parameters(), 0.01, momentum=0.9, dampening=0.5, guard=True)
-    backward(model, 0)
-    model[0].weight.grad[0, 0] = float("nan")
-    optimizer.step()
-    assert all(state == {} for state in optimizer.state_dict()["state"].values())
+    copied = duplicate(both)
+    assert copied[1].grad_norm == both[1].grad_norm
+    for model, optimizer in (both, copied):
+        train(model, optimizer, 3, first=3)
+    assert all_same_bits(weights(both[0]), weights(copied[0]))
+    assert_same_states(saved_numbers(both[1]), saved_numbers(copied[1]))
+    assert copied[1].max_norm == 1
 
 
 @each_optimizer
@@ -127,9 +94,7 @@ def test_to_mixed_keeps_its_weights_as_masters_and_to_full_gives_them_back(line,
     plain, mixed = network(), network()
     optimizers = [line.ours(it.parameters(), master=master) for it in (plain, mixed)]
     for model, optimizer in zip((plain, mixed), optimizers, strict=True):
-        for seed in range(steps_before):
-            backward(model, seed)
-            optimizer.step()
+        train(model, optimizer, steps_before)
     mpkernels.amp.to_mixed(mixed, optimizer=optimizers[1])
     mpkernels.amp.to_full(mixed, optimizers[1])
     assert all_same_bits(weights(plain), weights(mixed))
@@ -143,28 +108,9 @@ def test_to_mixed_keeps_its_weights_as_masters_and_to_full_gives_them_back(line,
             optimizer.step()
     mpkernels.amp.to_full(mixed, optimizers[1])
     assert all_same_bits(weights(plain), weights(mixed))
-    backward(plain, 5)
-    backward(mixed, 5)
-    for optimizer in optimizers:
-        optimizer.step()
+    for model, optimizer in zip((plain, mixed), optimizers, strict=True):
+        train(model, optimizer, 1, first=5)
     assert all_same_bits(weights(plain), weights(mixed))
-
-
-@each_optimizer
-def test_a_file_loads_wholly_or_not_at_all(line, tmp_path):
-    model, other = network(B16), network(B16, seed=2)
-    optimizer, loaded = (line.ours(it.parameters(), max_norm=1.0) for it in (model, other))
-    train(model, optimizer, 2)
-    train(other, loaded, 1)
-    mpkernels.checkpoint.save(tmp_path / "it.pt", model=model, optimizer=optimizer)
-    before = weights(other)
-    with pytest.raises(Exception, match="bad"):
-        mpkernels.checkpoint.load(tmp_path / "it.pt", model=other, optimizer=loaded, bad=network())
-    assert all_same_bits(before, weights(other))
-    mpkernels.checkpoint.load(tmp_path / "it.pt", model=other, optimizer=loaded)
-    for it, its_optimizer in ((model, optimizer), (other, loaded)):
-        train(it, its_optimizer, 2, first=2)
-    assert all_same_bits(weights(model), weights(other))
 
 
 @each_optimizer

@@ -10,6 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import mpkernels
 from mpkernels.ops.step.rules.adamw import adamw_ as op
 from mpkernels.optim import AdamW
+from mpkernels.optim.param_state import create
+from mpkernels.optim.plan import Plan
 from mpkernels.optim.step_plan import Verdict
 from tests.hard_grads import same_bits
 from tests.networks import backward, network
@@ -32,13 +34,6 @@ def random_tensors(seed, shapes):
     """Return random numbers that are the same on each machine and default device."""
     generator = torch.Generator("cpu").manual_seed(seed)
     return [torch.randn(shape, generator=generator, device="cpu") for shape in shapes]
-
-
-def test_random_tensors_do_not_depend_on_the_default_device():
-    with torch.device("meta"):
-        (param,), _ = params_and_optimizer(sizes=(4,))
-        put_grads([param], 1)
-    assert (param.device, param.grad.device) == (torch.device("cpu"), torch.device("cpu"))
 
 
 def test_a_plan_is_kept_while_the_same_parameters_have_grads():
@@ -99,6 +94,25 @@ def test_a_strange_grad_steps_as_a_plain_copy_of_it(strange, target):
     assert same_bits(*weights)
 
 
+def test_a_plan_without_a_half_in_cpp_does_not_look_and_step_in_one_call(target):
+    """A plan for one step alone can't look at grads. It must say so, else a guarded step would go on unguarded."""
+    [param], optimizer = params_and_optimizer(sizes=(3,), device=target.device)
+    before, [group] = param.detach().clone(), optimizer.param_groups
+    plan = Plan(AdamW._rule, [(group, param, create(AdamW._rule, param, group))], [0], is_for_once=True)
+    assert not plan.look_and_step([torch.ones_like(param)], Verdict(has_norm=True), None, None)
+    assert same_bits(param, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float64], ids=str)
+def test_a_step_goes_on_from_a_count_that_is_set_by_hand(target, dtype):
+    [param], optimizer = params_and_optimizer(sizes=(2,), device=target.device)
+    for expected in (1, 6):
+        put_grads([param], 0)
+        optimizer.step()
+        assert optimizer.state[param]["step"].item() == expected
+        optimizer.state[param]["step"] = torch.tensor(5, dtype=dtype, device=target.device)
+
+
 def test_a_dispatch_mode_is_shown_all_parameters_and_grads():
     calls = []
 
@@ -130,7 +144,6 @@ def test_an_unknown_plan_number_is_refused(number):
 
 
 def test_neighbouring_parameters_may_be_at_different_steps(target):
-    """Neighbouring parameters at different steps have different powers of the betas."""
     weights = []
     for apart in (True, False):
         params, optimizer = params_and_optimizer(sizes=(4, 6, 2), device=target.device)

@@ -59,11 +59,7 @@ def test_the_suggestion_follows_from_the_grads(text, case):
             "0 (Linear) was the first module to give an inf or NaN, and got it as an input: look at the data, and at "
             "what the model computes between its modules.",
         ),
-        (
-            0.0,
-            1.0,
-            "Every module's output was finite: the loss, or the backward pass under too high a loss scale,",
-        ),
+        (0.0, 1.0, "Every module's output was finite: the loss, or the backward pass under too high a loss scale,"),
     ],
 )
 def test_the_suggestion_says_what_find_nonfinite_found(inputs, bias, text):

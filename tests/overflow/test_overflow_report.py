@@ -222,15 +222,6 @@ def test_grads_that_the_loop_has_unscaled_are_reported_by_their_unscaled_size(ma
         assert (report.scale, report.gradients[0].largest) == (scale, 1.0)
 
 
-def test_a_skip_by_torchs_scaler_is_reported_by_the_optimizer():
-    (param,) = params_of((4,))
-    optimizer, scaler = AdamW([param]), torch.amp.GradScaler("cpu", init_scale=8.0)
-    iterate(scaler, optimizer, bad=[(param, 2, INF)])
-    report = optimizer.overflow_report()
-    assert culprits(report) == [("group 0, parameter 0", 1, 0, (2,))]
-    assert (report.scale, report.gradients[0].largest) == (8.0, 1.0)
-
-
 def test_finite_grads_that_overflow_once_unscaled_have_no_culprit():
     (param,) = params_of((2,))
     optimizer, scaler = AdamW([param]), GradScaler("cpu", init_scale=0.25)

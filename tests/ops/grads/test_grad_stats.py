@@ -68,7 +68,6 @@ def test_sums_are_right_wherever_a_grad_begins(target, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_every_kernel_adds_the_same_packs(target, dtype):
-    """Kernels sum the same packs at every size, place and layout."""
     values = numbers_of_similar_size(70_000, dtype)
     sizes = (*SIZES, 63, 65, 2047, 2049, 5000, 16384, 16392, 65_537)
     step = 5 if target.is_interpreted else 1

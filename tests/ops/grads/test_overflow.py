@@ -8,8 +8,8 @@ import torch
 import mpkernels
 from mpkernels.ops import overflow_
 from tests.hard_grads import DTYPES, clones, odd_layouts, random_grads, same_bits
+from tests.ops.step.adamw_rows import Model
 from tests.ops.step.rules_table import B16, F16, F32, F64, I8, WEIGHTS
-from tests.ops.step.test_adamw import Model
 
 INF, NAN = math.inf, math.nan
 
@@ -91,7 +91,6 @@ def test_a_single_inf_or_nan_is_found_at_any_place(target, dtype, bad):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_numbers_at_the_ends_of_the_range_are_finite_and_not_zero(target, dtype):
-    """The largest finite number is no inf, the smallest is not 0."""
     info = torch.finfo(dtype)
     values = torch.tensor([info.max, info.tiny, info.smallest_normal * info.eps, -0.0], dtype=torch.float64)
     assert report_of([values.to(dtype)], target.device)[1].tolist() == [4.0, 0.0, 0.0, INF, info.max, 1.0]

@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from mpkernels.ops import unscale_
 from tests.hard_grads import DTYPES, SIZES, clones, every_place, odd_layouts, random_grads, same_bits
@@ -133,17 +131,6 @@ def test_the_bits_are_those_of_torchs_scaler(target):
         theirs = clones(grads)
         torch._amp_foreach_non_finite_check_and_unscale_(theirs, torch.zeros(()), torch.tensor(1 / 1000))
         assert all(map(same_bits, ours, theirs))
-
-
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    sizes=st.lists(st.integers(0, 3000), min_size=1, max_size=6),
-    dtype=st.sampled_from(DTYPES),
-    inv_scale=st.floats(width=32, allow_nan=False, min_value=-4, max_value=4),
-    seed=st.integers(0, 2**31),
-)
-def test_any_list_is_unscaled(target, sizes, dtype, inv_scale, seed):
-    assert_unscaled(random_grads((dtype,), sizes, seed), inv_scale, target.device)
 
 
 def test_sizes_reach_every_chunk_boundary():

@@ -161,7 +161,6 @@ def test_the_backward_refuses_saved_tensors_of_other_rows(target):
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_fp32_gradients_of_16_bit_weights_are_not_rounded_to_16_bits(target, dtype):
-    """The gradients are the sums, with more bits than 16."""
     x, weight, bias, dy = layer(70, 8, 6, dtype, target.device)
     _, _, rounded, rounded_bias = results(linear_act, x, weight, bias, dy, "gelu")
     weight, bias = (torch.nn.Parameter(it.detach()) for it in (weight, bias))

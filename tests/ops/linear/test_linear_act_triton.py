@@ -51,7 +51,6 @@ def test_every_tile_is_computed_once():
 
 
 def test_a_lane_adds_up_few_rows(monkeypatch):
-    """One lane adds up no more than 8 rows, however many there are."""
     monkeypatch.setattr(linear_act_triton, "PARTS", 1)
     dy = torch.ones(1000, 3, device=DEVICE)
     _, sums = linear_act_triton._dact(dy, dy.new_empty(0), "none", False, True)

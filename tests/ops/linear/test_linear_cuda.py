@@ -120,7 +120,6 @@ def test_a_call_launches_no_more_than_it_needs(emulated):
 
 
 def test_sixteen_bits_are_rounded_as_torch_rounds_them(emulated):
-    """Both the product and y are rounded."""
     x, weight, bias, _ = layer(33, 40, 24, B16)
     y, z = forward(x, weight, bias, "silu", True)
     assert torch.equal(z, torch.nn.functional.linear(x, weight, bias))

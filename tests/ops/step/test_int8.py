@@ -8,8 +8,8 @@ import torch
 import mpkernels
 from mpkernels.ops.step import int8
 from tests.hard_grads import same_bits
+from tests.ops.step.adamw_rows import Model
 from tests.ops.step.rules_table import F32, I8, WEIGHTS
-from tests.ops.step.test_adamw import Model
 
 SQUARED = pytest.mark.parametrize("squared", [False, True], ids=["exp_avg", "exp_avg_sq"])
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mpkernels._sources import fingerprint
-from tests.builds import copy_checkout, python
+from tests.building.builds import copy_checkout, python
 from tests.proof.emulation import find_compiler
 
 FILES = Path(__file__).with_name("new_rule")

@@ -94,7 +94,6 @@ def test_odd_numbers_give_the_references_bits(target, line):
 @pytest.mark.parametrize("dtype", [F32, F64], ids=str)
 @pytest.mark.parametrize("which", [slice(None), slice(0, 1), slice(1, None)], ids=["all", "lr", "all but lr"])
 def test_hyperparameters_may_be_tensors_on_the_device(target, line, which, dtype):
-    """The results equal those of floats, also if only some hyperparameters are tensors."""
     model = {"sizes": (33,), "states": (F32,), "weights": WEIGHTS[:2]}
     by_value, on_device = rows_on(target, line, **model), rows_on(target, line, **model)
     may_be_tensors = list(line.hypers)[: line.ops.rule.may_be_tensors]
@@ -115,7 +114,6 @@ def test_hyperparameters_may_be_tensors_on_the_device(target, line, which, dtype
 @each_rule
 @pytest.mark.parametrize("maximize", [False, True])
 def test_steps_in_fp64_are_plain_torchs(target, line, maximize):
-    """Five steps of each group beside an optimizer of torch's."""
     rows = Rows(line, weights=[(F64, "none")], grads=(F64,) * 4, states=(F64,), device=target.device)
     params = [it.cpu().clone().requires_grad_() for it in rows.lists["params"]]
     twins = []
@@ -135,7 +133,6 @@ def test_steps_in_fp64_are_plain_torchs(target, line, maximize):
 @each_rule
 @pytest.mark.parametrize("kind", ["split", "fp32"])
 def test_a_master_is_what_an_fp32_weight_would_be(target, line, kind):
-    """A master that begins as the same number stays equal to the fp32 weight, bit for bit."""
     model = {"sizes": (500,), "grads": (B16,), "states": (F32,)}
     ours = rows_on(target, line, weights=[(B16, kind)], **model)
     plain = rows_on(target, line, weights=[(F32, "none")], **model)
@@ -149,27 +146,34 @@ def test_a_master_is_what_an_fp32_weight_would_be(target, line, kind):
         assert same_bits(ours.lists["params"][i].cpu(), param.cpu().to(B16))
 
 
+LAYOUTS = {
+    "plain": lambda value: value.contiguous(),
+    "last": lambda value: value.contiguous(memory_format=torch.channels_last),
+    "sliced": lambda value: torch.stack([value, value], -1)[..., 0],
+}
+# Of params, masters, grads and states.
+KINDS = [("last", "plain", "plain", "last"), ("plain", "last", "sliced", "plain"), ("sliced", "plain", "last", "last")]
+
+
+@without_the_reference
+@pytest.mark.each_value_once
 @each_rule
-def test_layouts_change_no_bit(target, line):
-    """Parameters are channels-last or sliced, and grads and states lie in another order."""
-    shape = (4, 6, 5, 3)
-
-    def laid_out(kind, value):
-        if kind == "sliced":
-            return torch.stack([value, value], -1)[..., 0]
-        return value.clone(memory_format=torch.channels_last if kind == "last" else torch.contiguous_format)
-
-    results = []
-    for kinds in (("plain", "plain"), ("last", "plain"), ("sliced", "last"), ("plain", "sliced")):
-        rows = rows_on(target, line, sizes=(360,), weights=WEIGHTS[:2], grads=(F32,), states=(F32, B16))
-        for name in ("params", "masters", *rows.rule.state_lists):
-            kind = kinds[name != "params"]
-            rows.lists[name] = [laid_out(kind, it.view(shape)) if it.numel() else it for it in rows.lists[name]]
-        for seed in range(2):
-            rows.step([laid_out(kinds[0], grad.view(shape)) for grad in rows.grads(seed)])
-        results.append([it.cpu().contiguous() for tensors in rows.lists.values() for it in tensors])
-    for other in results[1:]:
-        assert all(map(same_bits, other, results[0]))
+@pytest.mark.parametrize("kinds", KINDS, ids="-".join)
+@pytest.mark.parametrize("state", [F32, I8], ids=str)
+@pytest.mark.parametrize("weight", WEIGHTS[1:4:2], ids=str)
+def test_lists_in_different_layouts_give_the_references_bits(target, line, weight, state, kinds):
+    """8-bit states share their scales in the order in which they lie in memory."""
+    model = {"sizes": (360,), "weights": [weight], "grads": (F32,), "states": (state,)}
+    ours, reference = rows_on(target, line, **model), Rows(line, in_pairs=target.is_interpreted, **model)
+    for rows, backend in ((ours, contextlib.nullcontext()), (reference, mpkernels.backend("reference"))):
+        names = {"params": kinds[0], "masters": kinds[1]} | dict.fromkeys(rows.rule.state_lists, kinds[3])
+        for name, kind in names.items():
+            laid_out = [LAYOUTS[kind](it.view(4, 6, 5, 3)) if it.numel() else it for it in rows.lists[name]]
+            rows.lists[name] = laid_out
+        with backend:
+            for _ in range(2):
+                rows.step([LAYOUTS[kinds[2]](grad.view(4, 6, 5, 3)) for grad in rows.grads(0)])
+    assert ours.differences(reference) == []
 
 
 @each_rule

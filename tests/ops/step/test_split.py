@@ -86,7 +86,6 @@ def test_a_weight_that_was_written_to_stays_beside_any_remainder(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_the_weight_is_the_nearest_to_its_master(dtype):
-    """The rounding differs from torch's only for ties."""
     master = masters()
     master = master[master.isfinite()]
     weight = split(master, dtype)[0]

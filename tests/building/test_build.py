@@ -17,7 +17,7 @@ import pytest
 
 import mpkernels
 from tests import ROOT
-from tests.builds import attempt, copy_checkout, python
+from tests.building.builds import attempt, copy_checkout, python
 
 pytestmark = pytest.mark.begins_first
 PIP_WHEEL = ("-m", "pip", "wheel", "-v", "--no-deps", "--wheel-dir=wheels", ".")
@@ -137,12 +137,7 @@ def test_the_library_needs_torch_but_neither_cpython_nor_cudart(built, tmp_path)
 
 
 def test_the_version_is_written_in_one_place():
-    files = [
-        ROOT / "pyproject.toml",
-        ROOT / "setup.py",
-        *(ROOT / "mpkernels").rglob("*.py"),
-        ROOT / "docs" / "conf.py",
-    ]
+    files = [ROOT / "pyproject.toml", ROOT / "setup.py", *(ROOT / "mpkernels").rglob("*.py"), ROOT / "docs" / "conf.py"]
     written = [path.relative_to(ROOT).as_posix() for path in files if f'"{mpkernels.__version__}"' in path.read_text()]
     assert written == ["mpkernels/__init__.py"]
 

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 import mpkernels
+from tests.ops.step.adamw_rows import Model, assert_the_references_bits
 from tests.ops.step.rules_table import B16, F16, F32, F64, I8, WEIGHTS
-from tests.ops.step.test_adamw import Model, assert_the_references_bits
 
 pytestmark = pytest.mark.kernels("native", "triton", "cuda")  # all are compared with the reference
 LISTS = ("params", "masters", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs")
@@ -44,23 +44,12 @@ def test_all_arrays_may_begin_off_a_boundary(target, offset):
     assert_same_steps_from(target, dict.fromkeys((*LISTS, "grads"), offset), **options)
 
 
-each_list = pytest.mark.parametrize("name", ["grads", *LISTS])
-
-
-@each_list
-def test_one_list_alone_may_begin_off_a_boundary(target, name):
-    """A kernel must look at every list's addresses: packs that are aligned in the others are misaligned in this one."""
-    assert_same_steps_from(target, {name: 1}, **one_list(target))
-
-
-@pytest.mark.each_value_once
-@each_list
-def test_one_list_alone_may_begin_a_pack_after_a_boundary(target, name):
-    assert_same_steps_from(target, {name: 4}, **one_list(target))
-
-
-def one_list(target):
-    return kinds(target, sizes=(2048 + 3,), weights=WEIGHTS[:3], grads=(B16,))
+@pytest.mark.parametrize("offset", [1, 4])
+@pytest.mark.parametrize("name", ["grads", *LISTS])
+def test_one_list_alone_may_begin_off_a_boundary_or_a_pack_after_it(target, name, offset):
+    """A kernel must look at each list's addresses: packs that are aligned in the others are misaligned in this one."""
+    options = kinds(target, sizes=(2048 + 3,), weights=WEIGHTS[:3], grads=(B16,))
+    assert_same_steps_from(target, {name: offset}, **options)
 
 
 def test_each_list_may_begin_at_an_offset_of_its_own(target):
@@ -69,19 +58,15 @@ def test_each_list_may_begin_at_an_offset_of_its_own(target):
     assert_same_steps_from(target, offsets, **kinds(target, sizes=(2048 + 5,), grads=(B16, F16)))
 
 
-@pytest.mark.each_value_once
-@pytest.mark.parametrize("offset", [0, 3])
-def test_sizes_around_rounds_and_chunks_give_the_references_bits(target, offset):
-    sizes = (0, 1, 4, 2047, 2048, 2049, 2051, 2052, 4095, 4096, 4097, 6147, 8192 + 2048 + 3)
-    options = kinds(target, sizes=sizes, weights=WEIGHTS[:2], grads=(B16, F32), states=(F32,))
-    assert_same_steps_from(target, dict.fromkeys((*LISTS, "grads"), offset), **options)
+AROUND_ROUNDS = (0, 1, 4, 2047, 2048, 2049, 2051, 2052, 4095, 4096, 4097, 6147, 8192 + 2048 + 3)
+INCOMPLETE_BLOCKS = (1, 31, 129, 255, 256, 257, 511, 2048 + 255, 4096 + 1)  # of 8-bit moments
 
 
 @pytest.mark.each_value_once
-@pytest.mark.parametrize("offset", [0, 1, 4])
-def test_incomplete_blocks_of_8_bit_moments_give_the_references_bits(target, offset):
-    sizes = (1, 31, 129, 255, 256, 257, 511, 2048 + 255, 4096 + 1)
-    options = kinds(target, sizes=sizes, weights=WEIGHTS[:3], grads=(B16, F32)) | {"states": (I8,)}
+@pytest.mark.parametrize("offset", [0, 1, 3, 4])
+@pytest.mark.parametrize(("sizes", "state"), [(AROUND_ROUNDS, F32), (INCOMPLETE_BLOCKS, I8)], ids=["F32", "I8"])
+def test_sizes_around_rounds_chunks_and_blocks_give_the_references_bits(target, sizes, state, offset):
+    options = kinds(target, sizes=sizes, weights=WEIGHTS[:3], grads=(B16, F32)) | {"states": (state,)}
     assert_same_steps_from(target, dict.fromkeys((*LISTS, "grads"), offset), **options)
 
 

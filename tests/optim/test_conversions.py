@@ -1,6 +1,7 @@
 """A model is converted to another dtype amid its training: steps go on from its weights, its state saves and loads."""
 
 import copy
+import itertools
 import pickle
 
 import pytest
@@ -10,11 +11,11 @@ from torch.distributed.fsdp import fully_shard
 
 from mpkernels import checkpoint
 from mpkernels.amp import to_full, to_mixed
-from mpkernels.optim import AdamW
+from mpkernels.optim import AdamW, Masters
 from mpkernels.optim.masters import true_weight
 from tests.hard_grads import same_bits
 from tests.networks import B16, F16, network, train
-from tests.optim.optimizers import true_weights
+from tests.optim.optimizers import all_same_bits, true_weights
 from tests.processes import alone, needs_gloo
 
 DTYPES = [B16, F16, torch.float32, torch.float64]
@@ -57,7 +58,6 @@ def loaded(model, optimizer):
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize(("before", "after"), CONVERSIONS, ids=str)
 def test_a_checkpoint_of_a_converted_model_loads_into_a_model_of_its_new_dtype(tmp_path, before, after, options):
-    """Training then goes on with the same bits as without the checkpoint."""
     model, optimizer = converted(before, after, **options)
     other = network(after, seed=7)
     again = AdamW(other.parameters(), guard=False, **options)
@@ -68,8 +68,8 @@ def test_a_checkpoint_of_a_converted_model_loads_into_a_model_of_its_new_dtype(t
     checkpoint.load(tmp_path / "last.pt", model=other, optimizer=again)
     train(model, optimizer, 2)
     train(other, again, 2)
-    assert all(map(same_bits, model.parameters(), other.parameters()))
-    assert all(map(same_bits, true_weights(model, optimizer), true_weights(other, again)))
+    assert all_same_bits(model.parameters(), other.parameters())
+    assert all_same_bits(true_weights(model, optimizer), true_weights(other, again))
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -134,11 +134,10 @@ def test_released_steps_of_a_converted_model_equal_plain_steps(before, after, op
     optimizer.release_grads()
     train(model, optimizer, 2)
     train(other, again, 2)
-    assert all(map(same_bits, model.parameters(), other.parameters()))
+    assert all_same_bits(model.parameters(), other.parameters())
 
 
 def test_a_converted_model_becomes_mixed_and_full_again():
-    """No master from before the conversion is used."""
     for scheme in ("split", "fp32"):
         model, optimizer = converted(B16, torch.float32, master="split")
         optimizer.param_groups[0]["master"] = scheme
@@ -172,41 +171,69 @@ def test_a_sharded_state_loads_into_a_converted_model(options):
                 assert same_bits(param.full_tensor(), twin.full_tensor())
 
 
-def to_16_bits(model, _):
-    return model.to(B16)
+CONVERT = {
+    "bf16": lambda model, _: model.to(B16),
+    "fp16": lambda model, _: model.to(F16),
+    "mixed": lambda model, optimizer: to_mixed(model, optimizer=optimizer),
+}
+CASES = [(*it, how) for it in itertools.product(("split", "fp32"), repeat=2) for how in ("bf16", "mixed")]
+CASES += [("Masters", "Masters", how) for how in ("bf16", "fp16")]
 
 
-def mixed(model, optimizer):
-    return to_mixed(model, optimizer=optimizer)
+def made(scheme, params):
+    """Return our AdamW with masters of this scheme, or Masters around torch's."""
+    return Masters(torch.optim.AdamW(params, 1e-2)) if scheme == "Masters" else AdamW(params, 1e-2, master=scheme)
 
 
-@pytest.mark.parametrize("convert", [to_16_bits, mixed], ids=lambda it: it.__name__)
-@pytest.mark.parametrize("loads", ["split", "fp32"])
-@pytest.mark.parametrize("saves", ["split", "fp32"])
-def test_masters_that_were_loaded_into_an_fp32_model_are_used_once_it_is_converted(saves, loads, convert):
-    model, other = network(), network(seed=7)
-    optimizer = AdamW(model.parameters(), lr=1e-2, master=saves)
+@pytest.mark.parametrize(("saves", "loads", "how"), CASES)
+def test_masters_that_were_loaded_into_an_fp32_model_are_used_once_it_is_converted(saves, loads, how):
+    model, other, convert = network(), network(seed=7), CONVERT[how]
+    optimizer = made(saves, model.parameters())
     convert(model, optimizer)
     train(model, optimizer, 3)
-    again = AdamW(other.parameters(), master=loads)
+    again = made(loads, other.parameters())
     again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     other.load_state_dict(model.state_dict())
     convert(other, again)
     wanted = true_weights(model, optimizer)
     again.param_groups[0] |= {"lr": 0.0, "weight_decay": 0.0}
     train(other, again, 1)
-    assert all(map(same_bits, true_weights(other, again), wanted))
+    assert all_same_bits(true_weights(other, again), wanted)
 
 
-@pytest.mark.parametrize("scheme", ["split", "fp32"])
+@pytest.mark.parametrize("scheme", ["split", "fp32", "Masters"])
 def test_a_step_in_fp32_drops_the_loaded_masters(scheme):
     """The weights that the step has moved win over the masters, also after a later conversion."""
     model = network(B16)
-    train(model, optimizer := AdamW(model.parameters(), lr=1e-2, master=scheme), 3)
+    train(model, optimizer := made(scheme, model.parameters()), 3)
     other = copy.deepcopy(model).float()
-    again = AdamW(other.parameters(), master=scheme)
+    again = made(scheme, other.parameters())
     again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert all(true_weight(param, again.state[param]).data_ptr() == param.data_ptr() for param in other.parameters())
     assert not any(MASTERS & state.keys() for state in again.state_dict()["state"].values())
     train(other, again, 1)
     assert not any(MASTERS & state.keys() for state in again.state.values())
+
+
+@pytest.mark.parametrize("which", [slice(None), slice(0, 1), slice(-1, None)], ids=["all", "first", "last"])
+@pytest.mark.parametrize("master", ["split", "fp32"])
+def test_parameters_that_turn_16_bit_get_masters_and_the_guard(target, master, which):
+    """They step as if they had turned 16-bit before any table was made."""
+    stepped, anew = network(device=target.device), network(device=target.device)
+    optimizers = [AdamW(model.parameters(), lr=1e-2, master=master) for model in (stepped, anew)]
+    for model, optimizer in zip((stepped, anew), optimizers, strict=True):
+        train(model, optimizer, 1)
+        for param in list(model.parameters())[which]:
+            param.grad = None
+            param.data = param.data.bfloat16()
+        for seed, bad in ((1, 1.0), (2, float("nan"))):
+            if model is anew:
+                optimizer._start_afresh()
+            generator = torch.Generator().manual_seed(seed)
+            for param in model.parameters():
+                param.grad = torch.randn(param.shape, generator=generator).to(param) * bad
+            optimizer.step()
+    key = {"split": "remainder", "fp32": "master"}[master]
+    assert all(key in optimizers[0].state[param] for param in list(stepped.parameters())[which])
+    assert optimizers[0].skipped_steps.item() == 1
+    assert all_same_bits(stepped.parameters(), anew.parameters())

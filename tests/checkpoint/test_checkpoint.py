@@ -16,15 +16,15 @@ from mpkernels.checkpoint import load, save
 from mpkernels.optim import AdamW
 from tests import ROOT
 from tests.faults import faults
-from tests.hard_grads import same_bits
 from tests.networks import B16, backward, network, one_thread
+from tests.optim.optimizers import OPTIMIZERS, all_same_bits, each_with_masters, weights
 
 __all__ = ["one_thread"]  # a fixture that each test uses
 
 
-def training(seed, **options):
+def training(seed, line=OPTIMIZERS["AdamW"]):
     model = network(B16, seed=seed)
-    return {"model": model, "optimizer": AdamW(model.parameters(), **options), "scaler": GradScaler("cpu")}
+    return {"model": model, "optimizer": line.ours(model.parameters(), max_norm=1.0), "scaler": GradScaler("cpu")}
 
 
 def run(objects, numbers):
@@ -34,15 +34,15 @@ def run(objects, numbers):
         objects["scaler"].update()
 
 
-@pytest.mark.parametrize("options", [{}, {"master": "fp32"}, {"state_dtype": torch.int8}, {"state_dtype": B16}])
-def test_training_goes_on_bit_for_bit(tmp_path, options):
-    first, second = training(1, **options), training(2, **options)
+@each_with_masters
+def test_training_goes_on_bit_for_bit(tmp_path, line):
+    first, second = training(1, line), training(2, line)
     run(first, range(3))
     save(tmp_path / "last.pt", **first, step=3)
     assert load(tmp_path / "last.pt", **second)["step"] == 3
     for objects in (first, second):
         run(objects, range(3, 6))
-    assert all(map(same_bits, first["model"].parameters(), second["model"].parameters()))
+    assert all_same_bits(weights(first["model"]), weights(second["model"]))
     assert first["scaler"].state_dict() == second["scaler"].state_dict()
 
 
@@ -71,16 +71,15 @@ def of_another_version(data):
 def test_a_wrong_file_changes_nothing(tmp_path, spoil):
     path, objects = tmp_path / "last.pt", training(1)
     save(path, **objects)
-    before = [param.clone() for param in objects["model"].parameters()]
+    before = weights(objects["model"])
     for data, text in list(spoil(path.read_bytes())):
         path.write_bytes(data)
         with pytest.raises(ValueError, match=rf"^checkpoint\.load: .*last\.pt must be .*{text}"):
             load(path, **objects)
-    assert all(map(same_bits, objects["model"].parameters(), before))
+    assert all_same_bits(weights(objects["model"]), before)
 
 
 def test_a_large_file_is_checked_to_its_end(tmp_path):
-    """A large file is read in parts."""
     path, weight = tmp_path / "last.pt", torch.arange(700_000)
     save(path, weight=weight)
     assert torch.equal(load(path)["weight"], weight)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 
 from tests import ROOT
-from tests.test_examples import EXAMPLES, NEEDS
+from tests.docs.test_examples import EXAMPLES, NEEDS
 
 PAGE = (ROOT / "docs" / "works_with.md").read_text()
 CI = (ROOT / ".ci" / "run").read_text().replace("\\\n", " ")
@@ -38,7 +38,7 @@ NAMED = [Named(*found) for found in LINK.findall(PAGE)]
 
 
 def stages():
-    """Return CI's calls of pytest: README's, typed as it stands (tests/test_build.py), and those of .ci/run."""
+    """Return CI's calls of pytest: README's, typed as it stands, and those of .ci/run."""
     yield Stage([], "", has_libraries=False, is_for_all=False)
     always, _, before_a_release = CI.partition("[[ $all ]] || exit 0")
     for text, is_for_all in ((always, False), (before_a_release, True)):
@@ -84,11 +84,11 @@ def test_a_named_test_exists_and_ci_runs_it_when_the_page_says(named):
 
 
 def test_a_test_that_no_stage_runs_is_noticed():
-    wheel = Named("test_one_wheel_serves_every_python", "tests/test_build.py", "", "")
+    wheel = Named("test_one_wheel_serves_every_python", "tests/building/test_build.py", "", "")
     assert (is_run(wheel, with_all=False), is_run(wheel, with_all=True)) == (False, True)
-    needs_a_library = Named("test_an_example_runs", "tests/test_examples.py", "huggingface_trainer", "")
+    needs_a_library = Named("test_an_example_runs", "tests/docs/test_examples.py", "huggingface_trainer", "")
     assert is_run(needs_a_library, with_all=False)  # by the stage that has the libraries, as its -k says
-    assert not keeps("integration or fuse_gpt2", "tests/test_examples.py::test_an_example_runs[huggingface_trainer]")
+    assert not keeps("integration or fuse_gpt2", "test_examples.py::test_an_example_runs[huggingface_trainer]")
     assert keeps("triton and not slow", "test_triton")
 
 
