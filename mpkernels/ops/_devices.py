@@ -14,7 +14,6 @@ from mpkernels.ops import _extension
 
 Capability = tuple[int, int]
 ANY_TRITON: Capability = (7, 0)  # what Triton's atomics and barriers need
-TILED_TRITON: Capability = (8, 0)  # what our tiles of matrix products need: an older chip has less shared memory
 capabilities: dict[torch.device, Capability] = {}  # of NVIDIA's devices, once torch uses CUDA
 left_out: dict[torch.device, str] = {}  # where the compiled kernels can't run -> why, and what to do about it
 _warned: set[torch.device] = set()

@@ -3,7 +3,7 @@
 An op's schema is declared once, by ``define`` in ops/<family>/<op>.py. Its reference, in plain torch, is at once the
 specification, the oracle of the tests, the fake kernel of torch.compile and the fallback on any device. Kernels attach
 themselves to the schema: C++ and CUDA when the library is loaded (csrc/<family>/<op>_torch.cpp), Triton by
-``implement`` in ops/<family>/<op>_triton.py. Nobody imports a kernel.
+``implement`` in ops/<family>/<op>_triton.py, or in the module that ``define`` names. Nobody imports a kernel.
 """
 
 import functools
@@ -18,7 +18,7 @@ import torch
 from mpkernels._torch_private.modes import count_dispatch_modes
 from mpkernels._torch_private.ops import below_autograd, keys_below_autograd
 from mpkernels.ops import _devices, _dispatcher
-from mpkernels.ops._devices import ANY_TRITON, Capability, capabilities, left_out
+from mpkernels.ops._devices import ANY_TRITON, capabilities, left_out
 from mpkernels.ops._dispatcher import DEVICES, NAMESPACE, forced
 
 BACKENDS = ("native", "triton", "reference")
@@ -32,11 +32,10 @@ class Op:
     """A declared op. Calling it runs the kernel that the dispatcher picks."""
 
     def __init__(
-        self, schema: str, reference: Callable[..., Any], check: Callable[..., None], triton_needs: Capability
+        self, schema: str, reference: Callable[..., Any], check: Callable[..., None], triton_module: str
     ) -> None:
         self.name = schema.partition("(")[0]
-        self.triton_needs = triton_needs
-        self.triton_module = f"{reference.__module__}_triton"
+        self.triton_module = triton_module or f"{reference.__module__}_triton"
         self.schema = schema
         self.reference = _python_kernel(reference, check)
         self._check = check
@@ -105,14 +104,12 @@ class Op:
                 torch.autograd.graph.increment_version(arguments[i])
 
 
-def define(
-    schema: str, *, check: Callable[..., None], triton_needs: Capability = ANY_TRITON
-) -> Callable[[Callable[..., Any]], Op]:
+def define(schema: str, *, check: Callable[..., None], triton_module: str = "") -> Callable[[Callable[..., Any]], Op]:
     """Declare an op by its schema and the decorated reference. ``check`` raises the error that a user should see.
-    NVIDIA's chips of a lower capability than ``triton_needs`` don't run the op's Triton kernel."""
+    ``triton_module`` holds the op's Triton kernel, if that isn't the reference's own with _triton at its end."""
 
     def declare(reference: Callable[..., Any]) -> Op:
-        op = Op(schema, reference, check, triton_needs)
+        op = Op(schema, reference, check, triton_module)
         _ops[op.name] = op
         return op
 
@@ -194,13 +191,12 @@ def backends(op: str, device: str | torch.device = "cpu") -> list[str]:
 
 def kernels_on(device: torch.device, op: str) -> list[str]:
     """As ``backends`` does. A device without an index counts as one that runs every kernel."""
-    needs = _ops[op].triton_needs
     runs = {
         "native": (op, device.type) in _native and device not in left_out,
         "triton": device.type in DEVICES
         and _is_installed(_ops[op].triton_module) is not None
         and _triton_runs_on(device.type)
-        and capabilities.get(device, needs) >= needs,
+        and capabilities.get(device, ANY_TRITON) >= ANY_TRITON,
         "reference": True,
     }
     return [name for name in BACKENDS if runs[name]]

@@ -70,7 +70,7 @@ def _route(op: Op, device_type: str, only: str | None = None) -> Callable[..., A
         if only is None:
             _devices.warn_once(device)
         elif only not in available:
-            why = left_out[device] if only == "native" else f"it needs compute capability {op.triton_needs}"
+            why = left_out[device] if only == "native" else f"it needs compute capability {_devices.ANY_TRITON}"
             raise NotImplementedError(
                 f"{op.name}: the {only} kernel can't run on {device}, only {', '.join(available)}: {why}"
             )

@@ -54,8 +54,7 @@ def tune(model: nn.Module, *inputs: Any, process_group: Any = None, **keywords: 
     this process, and is written nowhere.
 
     In a group of several processes every rank must call this function: rank 0 times, and all ranks get its choices, so
-    that all compute the same bits. Before a kernel is timed, its results are compared with fp64's; one that is further
-    off than plain torch's is left out.
+    that all compute the same bits. A kernel that raises is left out.
 
     Parameters, their grads, buffers and torch's random numbers are unchanged afterwards, and no hook of an optimizer or
     of DistributedDataParallel runs. Tensors that a model keeps elsewhere, in plain attributes say, may change.

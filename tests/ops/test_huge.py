@@ -95,36 +95,41 @@ def test_a_matrix_spread_over_more_than_32_bits_is_read_right(target, memory, sh
 
 
 def test_triton_writes_to_matrices_beyond_32_bits(target, memory):
-    """The matrices are the first columns of nine rows that are 2^28 elements long."""
+    """The matrices are the first columns of nine rows that are 2^28 elements long, or of five of 2^29."""
     if target.kernel != "triton":
         pytest.skip("launches Triton's kernels")
-    from mpkernels.ops.linear.linear_act_triton import dact_kernel, linear_act_kernel
-    from mpkernels.ops.linear.linear_dact_triton import linear_dact_kernel
+    from triton.tools.tensor_descriptor import TensorDescriptor
 
-    rows, width, block = 9, 2**28, {"BLOCK_M": 16, "BLOCK_N": 16}
-    x, weight = (integers(*shape, device=target.device) for shape in ((rows, 3), (16, 3)))
-    strides, product = (*x.stride(), *weight.stride()), x.float() @ weight.float().t()
-    as_product = {"PRECISION": "ieee", **block, "BLOCK_K": 16}
-    y, z = (far.as_strided((rows, 16), (width, 1)) for far in (memory, memory[64:]))
+    from mpkernels.ops.linear.linear_kernel import linear_act_kernel, linear_dact_kernel
 
+    rows, width, tile = 9, 2**28, {"PRECISION": "ieee", "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 16}
+    x, weight = (integers(*shape, device=target.device) for shape in ((rows, 16), (32, 16)))
+    x_blocks, weight_blocks = (TensorDescriptor.from_tensor(it, [size, 16]) for it, size in ((x, 16), (weight, 64)))
+    product = x.float() @ weight.float().t()
+
+    def far(memory):
+        return TensorDescriptor(memory, [rows, width], [width, 1], [16, 32])
+
+    y, z = (it.as_strided((rows, 32), (width, 1)) for it in (memory, memory[64:]))
     linear_act_kernel[(1,)](
-        x, weight, None, memory, memory[64:], rows, width, 3, *strides, ACTIVATION="relu", **as_product
-    )
+        x_blocks, weight_blocks, None, None, None, far(memory), far(memory[64:]), None, rows, width, 16,
+        ACTIVATION="relu", K_FIRST=False, **tile,
+    )  # fmt: skip
     assert torch.equal(y.float(), product.relu())
     assert torch.equal(z.float(), product)
 
-    strides = *x.stride(), *weight.t().stride(), 0, 0
-    ones = torch.ones(1, dtype=x.dtype, device=target.device)
+    ones = torch.ones(5 * 16, 64, dtype=x.dtype, device=target.device)
+    saved, dy = (TensorDescriptor.from_tensor(ones, [16, columns]) for columns in (32, 64))
+    back = {"KNOWS_Y": False, "K_FIRST": False, **tile}
     linear_dact_kernel[(1,)](
-        x, weight, ones, memory, None, memory[64:], rows, width, 3, *strides, ACTIVATION="relu2", **as_product
-    )
+        x_blocks, weight_blocks, saved, None, far(memory), None, far(memory[64:]), None, rows, width, 16,
+        ACTIVATION="relu2", **back,
+    )  # fmt: skip
     assert torch.equal(y.float(), 2 * product)
     assert (z == 1).all()
 
-    dy = product.bfloat16()
-    dact_kernel[(1, 1)](dy, None, memory, None, rows, width, *dy.stride(), 0, 0, 16, ACTIVATION="none", **block)
-    assert torch.equal(y, dy)
-
-    one = torch.ones(1, dtype=dy.dtype, device=target.device)
-    dact_kernel[(1, rows)](one, None, None, memory, 16 * rows, width, 0, 0, 0, 0, 16, ACTIVATION="none", **block)
-    assert (y == 16).all()
+    sums = memory.as_strided((5, 64), (2**29, 1))
+    linear_dact_kernel[(5,)](
+        dy, None, None, None, None, None, None, memory, 5 * 16, 2**29, 0, ACTIVATION="none", **back
+    )  # fmt: skip
+    assert (sums == 16).all()

@@ -19,6 +19,8 @@ GOOD = {
     "shared": 1024,
     "load128": 4,
     "HGMMA": 8,
+    "UTMALDG": 6,
+    "groups_left": 1,
     "loads": 5,
     "instructions": 300,
 }
@@ -36,6 +38,9 @@ def complaints(version="13.0", **changes):
         {"spills": 1},
         {"load128": 3},
         {"HGMMA": 0},
+        {"UTMALDG": 5},
+        {"groups_left": 0},
+        {"unguarded": 1},
         {"registers": 41},
         {"stack": 8},
         {"shared": 1025},
@@ -63,7 +68,9 @@ def test_numbers_that_are_equal_or_better_pass():
 
 
 def test_only_limits_count_beside_another_compilers_table():
-    assert not complaints("13.1", registers=255, stack=8, shared=SHARED_LIMIT["sm_90"], load128=1, HGMMA=1, fp64=1)
+    assert not complaints(
+        "13.1", registers=255, stack=8, shared=SHARED_LIMIT["sm_90"], load128=1, HGMMA=1, UTMALDG=1, fp64=1
+    )
     for change in ({"spills": 1}, {"shared": SHARED_LIMIT["sm_90"] + 1}, {"load128": 0}, {"HGMMA": 0}):
         assert len(complaints("13.1", **change)) == 1
 
@@ -129,6 +136,28 @@ def test_a_cubins_numbers_are_read(monkeypatch):
     kept = {"load128": 1, "store128": 1, "HGMMA": 1}
     bounded = {"loads": 2, "stores": 1, "atomics": 1, "barriers": 1, "fma": 1, "fp64": 2}
     assert measure._cubin_numbers("x.cubin") == {"kernel": used | kept | bounded}
+
+
+LOOP = """
+        /*0000*/                   UTMALDG.2D [UR16], [UR4] ;
+.L_x_2:
+        /*0010*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR20], R24, gsb0 ;
+        /*0020*/                   WARPGROUP.DEPBAR.LE gsb0, 0x1 ;
+        /*0030*/                   BAR.SYNC.DEFER_BLOCKING 0x0 ;
+        /*0040*/                   @UP0 UTMALDG.2D [UR12], [UR18] ;
+        /*0050*/                   @UP1 UTMALDG.2D [UR8], [UR20] ;
+        /*0060*/              @!P0 BRA `(.L_x_2) ;
+        /*0070*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+        /*0080*/                   BAR.SYNC.DEFER_BLOCKING 0x0 ;
+        /*0090*/                   UTMALDG.2D [UR12], [UR18] ;
+"""
+
+
+def test_waits_for_products_are_read():
+    assert measure.waits(LOOP) == {"groups_left": 1}
+    assert measure.waits(LOOP.replace("0x1", "0x0")) == {}
+    assert measure.waits(LOOP.replace("BAR.SYNC", "NOP")) == {"groups_left": 1, "unguarded": 3}
+    assert measure.waits(CODE) == {}
 
 
 FORMULA = """

@@ -24,8 +24,8 @@ from torch.utils.flop_counter import register_flop_formula
 
 from mpkernels.ops import _checks
 from mpkernels.ops._autocast import without_autocast
-from mpkernels.ops._devices import TILED_TRITON
 from mpkernels.ops._registry import define
+from mpkernels.ops.linear import TRITON
 from mpkernels.ops.linear.activations import ACTIVATIONS, check_activation
 
 
@@ -54,7 +54,7 @@ def _reference(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, 
 _linear_act = define(
     "linear_act(Tensor x, Tensor weight, Tensor? bias, str activation, bool save) -> (Tensor, Tensor)",
     check=_check,
-    triton_needs=TILED_TRITON,
+    triton_module=TRITON,
 )(_reference)
 
 
@@ -114,7 +114,7 @@ _linear_act_backward = define(
     "linear_act_backward(Tensor dy, Tensor? x, Tensor? weight, Tensor saved, str activation, "
     "ScalarType? weight_dtype, ScalarType? bias_dtype, bool by_columns=False) -> (Tensor, Tensor, Tensor)",
     check=_check_backward,
-    triton_needs=TILED_TRITON,
+    triton_module=TRITON,
 )(_reference_backward)
 
 

@@ -20,8 +20,8 @@ from torch.utils.flop_counter import register_flop_formula
 
 from mpkernels.ops import _checks
 from mpkernels.ops._autocast import without_autocast
-from mpkernels.ops._devices import TILED_TRITON
 from mpkernels.ops._registry import define
+from mpkernels.ops.linear import TRITON
 from mpkernels.ops.linear.activations import ACTIVATIONS, check_activation
 
 
@@ -54,7 +54,7 @@ _linear_dact = define(
     "linear_dact(Tensor dy, Tensor weight, Tensor saved, str activation, ScalarType? bias_dtype, bool wants_h) "
     "-> (Tensor, Tensor, Tensor)",
     check=_check,
-    triton_needs=TILED_TRITON,
+    triton_module=TRITON,
 )(_reference)
 
 

@@ -22,8 +22,8 @@ from torch.utils.flop_counter import register_flop_formula
 
 from mpkernels.ops import _checks
 from mpkernels.ops._autocast import without_autocast
-from mpkernels.ops._devices import TILED_TRITON
 from mpkernels.ops._registry import define
+from mpkernels.ops.linear import TRITON
 from mpkernels.ops.linear.activations import ACTIVATIONS, check_activation
 
 
@@ -69,7 +69,7 @@ _linear_gated = define(
     "linear_gated(Tensor x, Tensor gate_weight, Tensor up_weight, Tensor? gate_bias, Tensor? up_bias, str activation, "
     "bool save) -> (Tensor, Tensor)",
     check=_check,
-    triton_needs=TILED_TRITON,
+    triton_module=TRITON,
 )(_reference)
 
 
@@ -106,7 +106,7 @@ def _reference_backward(
 _linear_dgated = define(
     "linear_dgated(Tensor dy, Tensor? weight, Tensor z, str activation, bool wants_h) -> (Tensor, Tensor)",
     check=_check_backward,
-    triton_needs=TILED_TRITON,
+    triton_module=TRITON,
 )(_reference_backward)
 
 

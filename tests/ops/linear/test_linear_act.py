@@ -105,10 +105,8 @@ def test_bias_gradients_are_summed_in_fp32(target, dtype):
 
 
 @pytest.mark.parametrize("rows", [52, 1000, 3000])
-def test_bias_gradients_of_equal_rows(target, rows, monkeypatch):
+def test_bias_gradients_of_equal_rows(target, rows):
     """The gradient of a mean has equal rows. Added one after another, n rows would be off by n / 8 eps."""
-    if target.kernel == "triton":
-        monkeypatch.setattr("mpkernels.ops.linear.linear_act_triton.PARTS", 1)  # as of many more rows
     eps, nothing = torch.finfo(torch.float32).eps, torch.empty(0, device=target.device)
     # The interpreter's numpy adds one after another. Three values are left for it, whose sums are exact.
     count = 5 if target.is_interpreted else 23

@@ -11,7 +11,7 @@ import torch
 from torch.utils._pytree import tree_map
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.runtime import JITFunction, KernelInterface, driver
+from triton.runtime import JITFunction, driver
 
 from mpkernels import ops
 from mpkernels.ops import _registry
@@ -88,7 +88,7 @@ def record() -> tuple[list[Launch], list[str]]:
         for chip in TARGETS:
             driver.set_active(NoGpu(chip))
             for op in _registry._ops.values():
-                if op.triton_module in _triton_modules() and _runs_on(chip, op):
+                if op.triton_module in _triton_modules():
                     before = len(launches)
                     problems += _launch(op, chip)
                     if len(launches) == before:
@@ -105,11 +105,6 @@ def _launch(op: _registry.Op, chip: str) -> list[str]:
     except Exception as error:  # whatever a launcher throws
         return [f"{op.name} on {chip}: {error!r}"]
     return []
-
-
-def _runs_on(chip: str, op: _registry.Op) -> bool:
-    arch = TARGETS[chip].arch
-    return not isinstance(arch, int) or divmod(arch, 10) >= op.triton_needs
 
 
 def _calls(op: _registry.Op, chip: str) -> Iterator[tuple[Any, ...]]:
@@ -152,5 +147,5 @@ def _kernels() -> Iterator[tuple[str, str]]:
     for found in (*_triton_modules(), *_modules("*_kernel.py")):
         module = importlib.import_module(found)
         for name, value in vars(module).items():
-            if name.endswith("_kernel") and isinstance(value, KernelInterface):
-                yield module.__name__, name
+            if name.endswith("_kernel") and isinstance(value, JITFunction):
+                yield value.module, name  # not the module that imports it

@@ -15,6 +15,8 @@ KEPT = {
     "HMMA": "HMMA",
     "HGMMA": "HGMMA",
     "UTCMMA": "UTC[A-Z]*MMA",
+    "UTMALDG": "UTMALDG",
+    "UTMASTG": "UTMASTG",
 }
 # A kernel may not get more of these. An fma is a product and a sum that a compiler has contracted, or part of a
 # division.
@@ -85,15 +87,17 @@ def regressions(measured: Section, table: Section) -> Iterator[str]:
 def _beyond_limits(got: Numbers, chip: str) -> Iterator[str]:
     if got.get("spills"):
         yield f"{got['spills']} spills"
+    if got.get("unguarded"):
+        yield f"{got['unguarded']} unguarded buffers, which are filled while other warps may read them"
     if got.get("shared", 0) > SHARED_LIMIT[chip]:
         yield f"{got['shared']} bytes of shared memory, the chip has {SHARED_LIMIT[chip]}"
 
 
 def _worse(got: Numbers, wanted: Numbers, comparable: bool) -> Iterator[str]:
-    for name in KEPT:
+    for name in (*KEPT, "groups_left"):
         least = wanted.get(name, 0) if comparable else min(wanted.get(name, 0), 1)
         if got.get(name, 0) < least:
-            yield f"{got.get(name, 0)} {name} instructions, the table has {wanted[name]}"
+            yield f"{name} {got.get(name, 0)}, the table has {wanted[name]}"
     for name in ("registers", "stack", "shared", "instructions", *BOUNDED):
         if comparable and got.get(name, 0) > wanted.get(name, 0):
             yield f"{name} {got[name]}, the table has {wanted.get(name, 0)}"

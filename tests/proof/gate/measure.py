@@ -7,15 +7,18 @@ import tempfile
 from pathlib import Path
 
 from triton import compile, knobs
+from triton.runtime import driver
 
 import setup
-from tests.proof.gate.launches import TARGETS, Launch
+from tests.proof.gate.launches import TARGETS, Launch, NoGpu
 from tests.proof.gate.limits import BOUNDED, KEPT, Kernels, Numbers
 
 INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@\S+ )?\s*([A-Z]\S*)")
+WAIT = re.compile(r"\bWARPGROUP\.DEPBAR\.LE gsb\d, (0x[0-9a-f]+)|\b(BAR\.SYNC)\b|\bUTMALDG\b")
 
 
 def triton(launch: Launch) -> Kernels:
+    driver.set_active(NoGpu(launch.chip))  # kernels ask for the chip by triton.language.target_info
     compiled = compile(launch.source, target=TARGETS[launch.chip], options=launch.options)
     if "cubin" not in compiled.asm:
         return {}  # for AMD's chips, on which nobody has run a kernel, kernels must only compile
@@ -63,8 +66,24 @@ def _cubin_numbers(cubin: str) -> dict[str, Numbers]:
             "stack": stack + local,
             "shared": shared,  # the static part, with the 1 KB that sm_90 and later keep to themselves
             **_count(instructions),
+            **waits(codes[name]),
         }
     return kernels
+
+
+def waits(code: str) -> Numbers:
+    """Return how many groups of a Hopper's products still run when the loop lets TMA fill a buffer again, and how many
+    buffers are filled though no barrier follows a wait: other warps may still read them (triton-lang/triton#11047)."""
+    left, is_guarded, in_loop, unguarded = None, True, None, 0
+    for wait in WAIT.finditer(code):
+        if wait[1]:
+            left, is_guarded = int(wait[1], 16), False
+        elif wait[2]:
+            is_guarded = True
+        elif left is not None:
+            in_loop = left if in_loop is None else in_loop  # the loop comes before what waits for all groups
+            unguarded += not is_guarded
+    return {name: count for name, count in (("groups_left", in_loop), ("unguarded", unguarded)) if count}
 
 
 def listings(cubin: str, *options: str) -> dict[str, str]:

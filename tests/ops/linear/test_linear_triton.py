@@ -1,12 +1,16 @@
-"""Tests for Triton's kernels alone: edges of tiles, strides, the choice of a kernel, formulas."""
+"""Tests for Triton's kernels alone: edges of tiles, copies, strides, formulas. The gate shows which tile is chosen."""
 
 from functools import partial
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
-from mpkernels.ops.linear import linear_act_triton, tiling
+from mpkernels.ops.linear import linear_triton
 from mpkernels.ops.linear.linear_act import _linear_act, _linear_act_backward
+from mpkernels.ops.linear.linear_dact import _linear_dact
+from mpkernels.ops.linear.linear_gated import _linear_dgated, _linear_gated
+from mpkernels.ops.linear.linear_triton import LARGE, SMALL
 from tests import linear_cases
 from tests.linear_cases import TORCH, transposed
 from tests.targets import CPU, CUDA, TARGETS
@@ -39,23 +43,75 @@ def matrices(rows, features, outputs, dtype=torch.bfloat16):
     return [integers(*shape, dtype=dtype, seed=i) for i, shape in enumerate(sizes)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_results_are_exact_at_the_edges_of_tiles(dtype):
+@pytest.fixture(params=[SMALL, LARGE], ids=["small", "large"])
+def tile(request, monkeypatch):
+    if DEVICE == CUDA and torch.cuda.get_device_capability()[0] not in (9, 10):
+        pytest.skip("has a tile of its own")
+    monkeypatch.setattr(linear_triton, "tile_for", lambda dtype: request.param)
+    return request.param
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_results_are_exact_at_the_edges_of_tiles(tile, dtype):
     for rows, features, outputs in ((63, 33, 65), (65, 32, 64), (128, 31, 129), (129, 48, 144), (144, 16, 16)):
         assert_exact(*matrices(rows, features, outputs, dtype))
 
 
-def test_every_tile_is_computed_once():
+def test_every_tile_is_computed_once(tile):
     """There are more rows of tiles than a group has, and the last group is not full."""
-    assert_exact(*matrices(64 * 9 + 1, 1, 64 * 2 + 1))
+    assert_exact(*matrices(tile["BLOCK_M"] * 9 + 1, 1, tile["BLOCK_N"] * 2 + 1))
 
 
-def test_a_lane_adds_up_few_rows(monkeypatch):
-    monkeypatch.setattr(linear_act_triton, "PARTS", 1)
-    dy = torch.ones(1000, 3, device=DEVICE)
-    _, sums = linear_act_triton._dact(dy, dy.new_empty(0), "none", False, True)
-    rows = linear_act_triton.MOST_ADDED * linear_act_triton.BLOCK["BLOCK_M"]
-    assert sums[:, 0].tolist() == [rows] * (1000 // rows) + [1000 % rows]
+def test_products_before_an_activation_and_gates_are_exact_in_each_tile(tile):
+    """Each block of columns that is finished at once lies in one of a tile, and in two of them at its end."""
+    rows, features, outputs = tile["BLOCK_M"] + 1, tile["BLOCK_K"] + 8, tile["BLOCK_N"] + 40
+    x, weight, bias, dy = matrices(rows, features, outputs)
+    up, z = weight.flip(0), integers(rows, 2 * outputs, seed=5)
+    back, gates = integers(rows, features, seed=6), integers(features, outputs, seed=7)
+    for op, arguments in (
+        (_linear_act, (x, weight, bias, "relu", True)),  # saves no z
+        (_linear_gated, (x, weight, up, bias, None, "relu", True)),
+        (_linear_dact, (back, gates, z[:, :outputs], "relu2", torch.float32, True)),
+        (_linear_dact, (back, gates, z[:, :outputs], "relu", torch.float32, False)),
+        (_linear_dgated, (back, gates, z, "relu", True)),
+        (_linear_dgated, (dy, None, z, "relu2", True)),
+    ):
+        torch.testing.assert_close(op(*arguments), op.reference(*arguments), rtol=0, atol=0)
+
+
+def test_results_are_whole_tensors():
+    """Autograd refuses to change views in place."""
+    for columns in (16, 17):
+        x, weight, bias, _ = matrices(9, 8, columns)
+        assert all(it._base is None and it.is_contiguous() for it in _linear_act(x, weight, bias, "gelu", True))
+        assert all(
+            it._base is None and it.is_contiguous() for it in _linear_gated(x, weight, weight, None, None, "silu", True)
+        )
+
+
+def test_only_matrices_that_tma_cannot_take_are_copied():
+    wide = torch.ones(9, 40, dtype=torch.bfloat16)
+    for matrix in (wide, wide[1:, :32], wide[:, 8:], wide[:, :17], wide[:1, :3]):
+        assert linear_triton._blocks(matrix, 16, 16).base is matrix
+    for matrix in (wide[:, 1:33], wide.t(), wide[:, ::2], wide[:1].expand(9, 40), torch.ones(4, 9, dtype=wide.dtype)):
+        taken = linear_triton._blocks(matrix, 16, 16)
+        assert taken.base is not matrix
+        assert torch.equal(taken.base, matrix)
+        assert (taken.strides[0] % 8, taken.strides[1], taken.base.data_ptr() % 16) == (0, 1, 0)
+
+
+def test_fp32_is_multiplied_in_tf32_only_where_torch_may(monkeypatch):
+    kernel = MagicMock()
+    monkeypatch.setattr(linear_triton, "linear_act_kernel", kernel)
+    x, weight, bias, _ = matrices(3, 5, 7, torch.float32)
+    try:
+        for setting in ("ieee", "tf32", "none"):
+            torch.backends.cuda.matmul.fp32_precision = setting
+            _linear_act(x, weight, bias, "none", False)
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = "none"
+    launches = kernel.__getitem__.return_value.call_args_list
+    assert [launch.kwargs["PRECISION"] for launch in launches] == ["ieee", "tf32", "ieee"]
 
 
 @pytest.mark.parametrize("rows", [64, 65, 8193])
@@ -85,39 +141,6 @@ def test_results_are_exact_with_any_strides_of_saved_tensors(activation):
             assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("chip", tiling.TILES)
-def test_tiles_are_chosen_by_dtype_and_sizes(chip):
-    kinds = tiling.TILES[chip]
-
-    def tile(rows, dtype, precision="ieee", features=32, outputs=16):
-        x, weight, _, _ = matrices(rows, features, outputs, dtype)
-        return tiling.tile(chip, x, weight, precision)
-
-    assert tile(80, torch.bfloat16) == kinds["16 bits"]
-    assert tile(64, torch.float16) == tile(80, torch.float16, outputs=1) == kinds["16 bits, few rows"]
-    assert tile(80, torch.float32) == tile(80, torch.float32, features=33) == kinds["fp32"]
-    assert tile(80, torch.float32, "tf32") == kinds["tf32"]
-    for features in (31, 24):  # rows of 24 start at multiples of 8, which Triton doesn't know of
-        assert tile(80, torch.bfloat16, features=features) == tiling.UNEVEN
-    x, weight, _, _ = matrices(80, 32, 16)
-    wide_x, wide_weight, _, _ = matrices(80, 40, 16)
-    for operands in ((wide_x[:, :32], weight), (x, wide_weight[:, :32])):
-        assert tiling.tile(chip, *operands, "ieee") == tiling.UNEVEN
-
-
-def test_fp32_is_multiplied_in_tf32_only_where_torch_may(monkeypatch):
-    precisions, choose = [], tiling.tile
-    monkeypatch.setattr(tiling, "tile", lambda *it: precisions.append(it[-1]) or choose(*it))
-    x, weight, bias, _ = matrices(3, 5, 7, torch.float32)
-    try:
-        for setting in ("ieee", "tf32", "none"):
-            torch.backends.cuda.matmul.fp32_precision = setting
-            _linear_act(x, weight, bias, "none", False)
-    finally:
-        torch.backends.cuda.matmul.fp32_precision = "none"
-    assert precisions == ["ieee", "tf32", "ieee"]
-
-
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu", "sigmoid", "tanh"])
 def test_formulas_lose_nothing_in_the_tails(activation):
     """The argument of exp, which grows up to a cube of x, is rounded, and the rounding becomes a factor. The rest is
@@ -136,13 +159,13 @@ def test_formulas_lose_nothing_in_the_tails(activation):
 
 def test_backward_computes_nothing_that_is_not_wanted(monkeypatch):
     x, weight, _, dy = matrices(5, 7, 9)
-    monkeypatch.setattr(linear_act_triton, "dact_kernel", None)
+    monkeypatch.setattr(linear_triton, "linear_dact_kernel", None)
     monkeypatch.setattr(torch, "mm", None)
     nothing = x.new_empty(0)
     for result in _linear_act_backward(dy, None, None, dy, "gelu", None, None):
         assert result.shape == (0,)
     monkeypatch.undo()
-    monkeypatch.setattr(linear_act_triton, "dact_kernel", None)
+    monkeypatch.setattr(linear_triton, "linear_dact_kernel", None)
     dx, _, _ = _linear_act_backward(dy, None, weight, nothing, "none", None, None)  # without an activation dz is dy
     assert torch.equal(dx, dy @ weight)
 
