@@ -43,5 +43,5 @@ def test_memory_report_and_advise_name_what_else_is_wrong():
         ValueError, match=r"^memory_report: model must have memory, .*; leave loss out, or call to_empty$"
     ):
         mpkernels.memory_report(torch.nn.Linear(2, 2, device="meta"), loss=lambda model: model(torch.ones(1, 2)).sum())
-    with pytest.raises(TypeError, match=r"^advise: dtype must be a torch.dtype, got 'bf16'$"):
-        mpkernels.doctor.advise(model, "bf16")
+    with pytest.raises(TypeError, match=r"^advise: dtype must be a torch.dtype, got 'bf17'$"):
+        mpkernels.doctor.advise(model, "bf17")
