@@ -16,7 +16,7 @@ _RUNS_HOOKS = Optimizer.profile_hook_step(lambda self: None).__code__  # of the 
 
 def with_hooks(step: Step) -> Step:
     """Have hooks and profilers see this step, as torch does for each optimizer. Where there are none, as nearly always,
-    this skips what torch does for them: a third of the time of a step with one small parameter."""
+    this skips what torch does for them, which a step of a few small parameters would notice."""
     watched = Optimizer.profile_hook_step(step)
 
     @wraps(step)

@@ -38,7 +38,7 @@ LAST, FIRST = ({"target_modules": [name]} for name in ("last", "first"))
 adapter("peft lora", LoraConfig, **LORA, **LAST)
 adapter("peft dora", LoraConfig, **LORA, **LAST, use_dora=True)
 adapter("peft ia3", IA3Config, **LAST, feedforward_modules=["last"])
-# Of a parameter, the adapter adds to the weight, not to what the layer computes.
+# target_parameters names a weight: peft then changes the weight itself, where target_modules wrap the layer around it.
 adapter("peft lora of a parameter", LoraConfig, **LORA, target_modules=[], target_parameters=["first.weight"])
 adapter("peft lora of the layer", LoraConfig, **LORA, **FIRST)
 adapter("peft dora of the layer", LoraConfig, **LORA, **FIRST, use_dora=True)

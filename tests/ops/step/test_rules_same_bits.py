@@ -151,7 +151,7 @@ LAYOUTS = {
     "last": lambda value: value.contiguous(memory_format=torch.channels_last),
     "sliced": lambda value: torch.stack([value, value], -1)[..., 0],
 }
-# Of params, masters, grads and states.
+# Each case gives the layouts of the params, the masters, the grads and the states, in this order.
 KINDS = [("last", "plain", "plain", "last"), ("plain", "last", "sliced", "plain"), ("sliced", "plain", "last", "last")]
 
 
