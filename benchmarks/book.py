@@ -13,6 +13,7 @@ from statistics import median
 from benchmarks import (
     chart,
     formatting,
+    host,
     many_gpus,
     models,
     performance_page,
@@ -172,7 +173,9 @@ def readme(text: str, runs: dict[str, Session], fused: Iterable[Path] = ()) -> s
     return _filled("README.md", text, {"numbers": readme_numbers.numbers(_compared(runs), machines, fused)})
 
 
-def performance(text: str, runs: dict[str, Session], ruled: Iterable[Path], counted: Path) -> str:
+def performance(
+    text: str, runs: dict[str, Session], ruled: Iterable[Path], counted: Path, hosts: Iterable[Path] = ()
+) -> str:
     """Return the text of docs/performance.md with new tables."""
     columns = {header: COLUMNS[header] for header in ("x torch [95 %]", "", "of best")}
     gpu_tables = (performance_page.of_gpu(*item, columns) for item in _by_device(runs).items())
@@ -181,6 +184,7 @@ def performance(text: str, runs: dict[str, Session], ruled: Iterable[Path], coun
         "gpus": chain.from_iterable(table(header, rows) for header, rows in gpu_tables if rows),
         "calls": chain.from_iterable(table(*performance_page.calls(path)) for path in ruled),
         "loops": table(*performance_page.of_loops(counted)),
+        "host": chain.from_iterable(table(*host.table(path)) for path in hosts),
     }
     return _filled("docs/performance.md", text, parts)
 
@@ -229,14 +233,16 @@ def pages(root: Path) -> dict[Path, str]:
     runs = {path.stem: raw_samples.read(path) for path in sorted((here / "results").glob("*.json"))}
     charts = {here / "results" / f"{name}.svg": chart.draw(group(run.results)) for name, run in runs.items()}
     scaled, fused = (sorted((here / "results" / name).glob("*.json")) for name in ("scale", "models"))
-    ruled = sorted((here / "results" / "rule").glob("cuda-*.json"))
+    ruled, hosts = (
+        sorted((here / "results" / name).glob(it)) for name, it in (("rule", "cuda-*.json"), ("host", "*.json"))
+    )
     front_page, page = root / "README.md", root / "docs" / "performance.md"
     for family in all_families(runs, fused):
         charts |= family.files(here / "pictures")
     return {
         here / "RESULTS.md": book(runs, scaled, fused),
         front_page: readme(front_page.read_text(), runs, fused),
-        page: performance(page.read_text(), runs, ruled, root / COUNTED),
+        page: performance(page.read_text(), runs, ruled, root / COUNTED, hosts),
         **charts,
     }
 

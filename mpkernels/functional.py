@@ -8,11 +8,11 @@ from torch.overrides import is_tensor_like
 
 from mpkernels import selector
 from mpkernels._shared.parameters import is_sharded
-from mpkernels._torch_private.modes import is_any_autocast_enabled
+from mpkernels._torch_private.modes import is_watched
 from mpkernels.distributed.parts import columns_of, parts_of_columns
 from mpkernels.linear import arguments, compute_block
 from mpkernels.linear.cast_cache import clear as clear_cast_cache
-from mpkernels.linear.key_and_case import autocast_dtype, is_left_to_torch, is_ours, is_watched, kernel_for, key_of
+from mpkernels.linear.key_and_case import autocast_dtype, is_ordinary, is_ours, kernel_for, key_in_any_size, key_of
 from mpkernels.ops.linear.activations import ACTIVATIONS, ActivationLike, activation_name
 from mpkernels.ops.linear.block_kind import Kind, Parameters
 
@@ -40,13 +40,6 @@ def linear_act(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation
             or transformers that computes one of these, such as ``torch.nn.GELU()``.
     """
     kind = (_LONE.get(activation) if type(activation) is str else None) or Kind("linear_act", activation)
-    if is_left_to_torch(activation, x, weight, bias):
-        try:
-            return compute_block.by_torch(kind, x, weight, bias)
-        except OutOfMemoryError:
-            raise
-        except RuntimeError:  # find out what torch has refused, and name it
-            pass
     return _compute(kind, x, weight, bias)
 
 
@@ -74,7 +67,7 @@ def gated_linear(
         activation: as linear_act takes it.
     """
     kind = Kind("gated_linear", activation, True, up_weight is None)
-    return _compute(kind, x, gate_weight, gate_bias, up_weight, up_bias)
+    return _compute(kind, x, gate_weight, gate_bias, up_weight, up_bias, None, None)
 
 
 def mlp(
@@ -144,16 +137,20 @@ def _options(op: str, dropout: float, training: bool, recompute: bool) -> tuple[
 
 
 def _compute(kind: Kind, x: Tensor, weight: Tensor, bias: Tensor | None, *others: Tensor | None) -> Tensor:
-    key = key_of(kind, x, weight, bias, others)
-    kernel = None if key is None else selector.by_key.get(key)  # torch.compile would make guards of a look
-    if kernel == "torch" and not kind.recompute:
-        return compute_block.by_torch(kind, x, weight, bias, *others)
-    params = Parameters(weight, bias, *others)
-    if kernel is None or is_watched():
-        return _compute_checked(key, kind, x, params)
-    if kernel == "torch":
-        return compute_block.afresh(kind, x, params)
-    return compute_block.by_ours(kernel, kind, x, params, autocast_dtype(x) if is_any_autocast_enabled() else None)
+    params, key = (weight, bias, *others), None
+    if is_ordinary(kind, x, weight):
+        left = selector.left_to_torch
+        if left and key_in_any_size(kind, x, params) in left:
+            try:
+                return compute_block.by_torch(kind, x, *params)
+            except OutOfMemoryError:
+                raise
+            except (RuntimeError, TypeError):  # find out what torch has refused, and name it
+                pass
+        key = key_of(kind, x, weight, bias, others)
+        if key in selector.by_key and (y := selector.by_key[key](x, *params)) is not None:
+            return y
+    return _compute_checked(key, kind, x, Parameters(*params))
 
 
 def _compute_checked(key: Hashable, kind: Kind, x: Tensor, params: Parameters) -> Tensor:
@@ -180,5 +177,10 @@ def _compute_checked(key: Hashable, kind: Kind, x: Tensor, params: Parameters) -
         is_lone and params.bias is not None and params.bias.shape != params.weight.shape[:1]
     ):  # torch broadcasts a bias of one element
         key, params = None, params._replace(bias=params.bias.expand(params.weight.shape[0]))
-    dtype = autocast_dtype(x)
-    return compute_block.compute(kernel_for(key, kind, x, params, dtype), kind, x, params, dtype)
+    dtype, kept = autocast_dtype(x), None if key is None else selector.kept_calls()
+    kernel = kernel_for(kind, x, params, dtype, is_plain=key is not None)
+    if kept is not None and not is_watched():
+        kept[key] = compute_block.prepared(kernel, kind, x, params, dtype)
+        if (found := kept[key](x, *params[: 2 if is_lone else 6])) is not None:
+            return found  # what later calls compute, too
+    return compute_block.compute(kernel, kind, x, params, dtype)

@@ -109,7 +109,7 @@ static void multiply_slopes(const LinearActBackwardArguments& call, const Gradie
 // Adds what some rows of dz and x contribute to dweight. The first rows overwrite dweight.
 static void multiply_dweight(bool by_columns, const Matrix& dweight, const Matrix& dz, const Matrix& x, int64_t first) {
   const Matrix left = (by_columns ? x : dz).transposed(), &right = by_columns ? dz : x;
-  first == 0 ? multiply(dweight, left, right) : multiply_onto(dweight, left, right, dweight.tensor());
+  first == 0 ? multiply(dweight, left, right) : multiply_onto(dweight, left, right, /*c=*/nullptr);
 }
 
 // Computes some rows at a time in fp32. Without a row, it writes 0 to dweight and dbias.

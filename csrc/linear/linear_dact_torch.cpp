@@ -11,23 +11,25 @@ struct LinearDactArguments {
 
   explicit LinearDactArguments(const StableIValue* stack)
       : dy(stack[0]),
-        weight(stack[1]),
+        weight(take_optional(stack[1])),
         saved(stack[2]),
         activation(take_activation(stack[3])),
         bias_dtype(take_optional_dtype(stack[4])),
         wants_h(take_number<bool>(stack[5]) && saves(activation) == Saves::z) {
     require(find_dtype(dy.dtype(), &dtype) && dtype != Dtype::f64, kOp, "dy is none of fp16, bf16, fp32");
     require(is_matrix(dy, -1, -1, dy), kOp, "dy is not a matrix");
-    require(is_matrix(weight, dy.sizes()[1], -1, dy), kOp, "weight does not fit dy");
+    require(!weight || is_matrix(*weight, dy.sizes()[1], -1, dy), kOp, "weight does not fit dy");
     require(saves(activation) == Saves::nothing || is_matrix(saved, rows(), columns(), dy), kOp,
             "saved does not fit dy and weight");
     require_gradient_dtype(bias_dtype, dy, kOp);
   }
   int64_t rows() const { return dy.sizes()[0]; }
-  int64_t columns() const { return weight.sizes()[1]; }
+  int64_t columns() const { return (weight ? *weight : dy).sizes()[1]; }
   bool wants_dbias() const { return bias_dtype != -1; }
 
-  Tensor dy, weight, saved;
+  Tensor dy;
+  std::unique_ptr<Tensor> weight;
+  Tensor saved;
   Activation activation;
   int32_t bias_dtype;  // torch's number; -1: not wanted
   bool wants_h;
@@ -52,22 +54,25 @@ struct Slopes {
   const Matrix dz, dbias, h;
 };
 
-// The product is rounded as torch rounds it. dz takes its memory, and is rounded once more.
+// The product is rounded as torch rounds it. dz takes its memory, and is rounded once more. Without a weight, dy is the
+// product.
 template <class Passes>
 static void differentiate_product(const LinearDactArguments& call, const Slopes& to) {
   const Passes passes(call.kOp, call.dy);
-  multiply(to.dz, Matrix(call.dy), Matrix(call.weight));
+  const Matrix dy(call.dy), product = call.weight ? to.dz : dy;
+  if (call.weight) multiply(product, dy, Matrix(*call.weight));
   if (to.dz.columns > 0)
-    passes.differentiate(call.activation, to.dz, saves(call.activation) == Saves::nothing ? to.dz : Matrix(call.saved),
-                         &to.dz, call.wants_h ? &to.h : nullptr, call.wants_dbias() ? &to.dbias : nullptr);
+    passes.differentiate(call.activation, product,
+                         saves(call.activation) == Saves::nothing ? product : Matrix(call.saved), &to.dz,
+                         call.wants_h ? &to.h : nullptr, call.wants_dbias() ? &to.dbias : nullptr);
 }
 
 // Computes some rows at a time in fp32. Without a row, it writes 0 to dbias.
 static void differentiate_in_fp32(const LinearDactArguments& call, const Slopes& to) {
   const Matrix dy(call.dy), &all = to.dz;
-  const Widened weight = widen(Matrix(call.weight)), saved = saves(call.activation) == Saves::nothing
-                                                                 ? Widened{all, nullptr}
-                                                                 : contiguous(Matrix(call.saved));
+  const Widened weight = widen(Matrix(*call.weight)), saved = saves(call.activation) == Saves::nothing
+                                                                  ? Widened{all, nullptr}
+                                                                  : contiguous(Matrix(call.saved));
   const int64_t block = rows_in_block(all.rows, all.columns);
   const ScratchMatrix scratch(call.dtype == Dtype::f32 ? 0 : block, all.columns, aoti_torch_dtype_float32());
   const BackwardPass pass(call.activation, call.dtype, all.rows, all.columns, call.wants_dbias());
@@ -84,7 +89,8 @@ static void differentiate_in_fp32(const LinearDactArguments& call, const Slopes&
 static void linear_dact_on_cpu(StableIValue* stack, uint64_t, uint64_t) {
   const LinearDactArguments call(stack);
   Slopes to(call);
-  multiplies_halves(call.dtype) ? differentiate_product<CpuPasses>(call, to) : differentiate_in_fp32(call, to);
+  call.weight && !multiplies_halves(call.dtype) ? differentiate_in_fp32(call, to)
+                                                : differentiate_product<CpuPasses>(call, to);
   to.return_to(stack);
 }
 MPK_CPU_KERNEL(LinearDactArguments::kOp, linear_dact_on_cpu)

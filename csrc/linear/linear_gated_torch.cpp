@@ -145,14 +145,14 @@ static void linear_gated_on_cuda(StableIValue* stack, uint64_t, uint64_t) {
 MPK_CUDA_KERNEL(LinearGatedArguments::kOp, linear_gated_on_cuda)
 #endif
 
-// dh is torch's product, rounded as torch rounds it; without a weight, dh is dy.
+// dh is torch's product, rounded as torch rounds it; without a weight, dh is dy. h takes its memory.
 template <class Passes>
 static void differentiate_product(const LinearDgatedArguments& call, const Matrix& dz, const Matrix* h) {
   const Passes passes(call.kOp, call.z);
-  const int64_t sizes[] = {call.weight ? call.rows() : 0, call.columns()};
-  const Tensor product = call.z.new_empty(2, sizes, call.z.dtype());
-  if (call.weight) multiply(Matrix(product), Matrix(call.dy), Matrix(*call.weight));
-  passes.differentiate_gate(call.activation, Matrix(call.weight ? product : call.dy), Matrix(call.z), dz, h);
+  const Tensor memory = new_matrix(call.z, call.rows(), call.columns(), /*wanted=*/call.weight && !h);
+  const Matrix dy(call.dy), product(memory), dh = !call.weight ? dy : h ? *h : product;
+  if (call.weight) multiply(dh, dy, Matrix(*call.weight));
+  passes.differentiate_gate(call.activation, dh, Matrix(call.z), dz, h);
 }
 
 // Computes some rows at a time in fp32.

@@ -55,6 +55,11 @@ struct Matrix {
   bool is_contiguous() const {
     return rows * columns == 0 || ((columns == 1 || column_stride == 1) && (rows == 1 || row_stride == columns));
   }
+  // Whether this is all of a tensor that is a matrix, in the tensor's own strides.
+  bool is_whole() const {
+    return owner && owner->ndim() == 2 && data == owner->const_data() && rows == owner->sizes()[0] &&
+           columns == owner->sizes()[1] && row_stride == owner->strides()[0] && column_stride == owner->strides()[1];
+  }
   Tensor tensor() const {
     const int64_t sizes[] = {rows, columns}, strides[] = {row_stride, column_stride};
     return view(2, sizes, strides);

@@ -171,7 +171,8 @@ class CpuPasses {
   void multiply_to_fp32(const Matrix& out, const Matrix& a, const Matrix& b) const {
     const ScratchMatrix high(out.rows, out.columns, a.torch_dtype), low(out.rows, out.columns, a.torch_dtype);
     multiply(high.view, a, b);
-    multiply_onto(low.view, a, b, high.view.tensor(), -1);
+    const Tensor rounded = high.view.tensor();
+    multiply_onto(low.view, a, b, &rounded, -1);
     const auto add_span = MPK_BEST(add_span);
     parallel_for(out.rows, out.columns, [&](int64_t first, int64_t last) {
       add_span(a.dtype, high.view.at(first), low.view.at(first), static_cast<float*>(out.at(first)),

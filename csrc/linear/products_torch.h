@@ -95,16 +95,32 @@ inline bool is_on_cpu(const Matrix& matrix) {
 #endif
 }
 
-// out = a b + times c, on the CPU. c may be out, or a row that is added to each row. torch's op is called directly,
-// because the dispatcher takes as long to find it by name as a small product takes.
-inline void multiply_onto(const Matrix& out, const Matrix& a, const Matrix& b, const Tensor& c, double times = 1) {
-  const Tensor result = out.tensor(), left = a.tensor(), right = b.tensor();
-  require_product(aoti_torch_cpu_addmm_out(result.handle(), c.handle(), left.handle(), right.handle(), times, 1));
+// A factor of a product on the CPU, where torch's op is called past autograd: the tensor itself, if the matrix is all
+// of it, because a new tensor takes as long as some small products.
+class Factor {
+ public:
+  explicit Factor(const Matrix& matrix)
+      : made_(matrix.is_whole() ? Tensor(StableIValue{}) : matrix.tensor()),
+        handle_(matrix.is_whole() ? matrix.owner->handle() : made_.handle()) {}
+  AtenTensorHandle handle() const { return handle_; }
+
+ private:
+  const Tensor made_;
+  const AtenTensorHandle handle_;
+};
+
+// out = a b + times c, on the CPU. c may be a row that is added to each row; null is out. torch's op is called
+// directly, because the dispatcher takes as long to find it by name as a small product takes.
+inline void multiply_onto(const Matrix& out, const Matrix& a, const Matrix& b, const Tensor* c, double times = 1) {
+  const Tensor result = out.tensor();
+  const Factor left(a), right(b);
+  require_product(aoti_torch_cpu_addmm_out(result.handle(), c ? c->handle() : result.handle(), left.handle(),
+                                           right.handle(), times, 1));
 }
 
 // out = a b, in the dtype of a and b; on CUDA, out may also be fp32 for 16-bit a and b.
 inline void multiply(const Matrix& out, const Matrix& a, const Matrix& b) {
-  if (is_on_cpu(out)) return multiply_onto(out, a, b, out.tensor(), /*times=*/0);
+  if (is_on_cpu(out)) return multiply_onto(out, a, b, /*c=*/nullptr, /*times=*/0);
   if (out.column_stride != 1 && out.row_stride == 1)  // else torch copies a matrix in some cases
     return multiply(out.transposed(), b.transposed(), a.transposed());
   if (out.dtype == a.dtype) {
@@ -121,7 +137,10 @@ inline void multiply(const Matrix& out, const Matrix& a, const Matrix& b) {
 inline void multiply_and_add(const Matrix& out, const Matrix& a, const Matrix& weight,
                              const std::optional<Matrix>& bias) {
   if (!bias) return multiply(out, a, weight.transposed());
-  if (is_on_cpu(out)) return multiply_onto(out, a, weight.transposed(), bias->vector());
+  if (is_on_cpu(out)) {
+    const Tensor row = bias->vector();
+    return multiply_onto(out, a, weight.transposed(), &row);
+  }
   auto* const bias_value = new StableIValue(bias->vector().release());  // torch deletes it
   StableIValue stack[] = {a.tensor().release(), weight.tensor().release(), reinterpret_cast<StableIValue>(bias_value),
                           out.tensor().release()};

@@ -5,6 +5,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 
 from mpkernels._torch_private.finding import NoClass, look_up, maybe
@@ -37,6 +38,16 @@ def is_function_mode_active() -> bool:
         if type(_function_mode_at(at)) is not _DeviceContext:
             return True
     return False
+
+
+def derives_forward() -> bool:
+    """Return whether forward-mode derivatives are being computed. Without the level: True."""
+    return bool(getattr(forward_ad, "_current_level", 0) >= 0)
+
+
+def is_watched() -> bool:
+    """Return whether a mode, a transform or a tracer observes the ops that torch calls."""
+    return are_transforms_active() or count_dispatch_modes() > 0 or derives_forward() or is_function_mode_active()
 
 
 @contextmanager

@@ -29,6 +29,12 @@ def find_kernel(op: str, key: str) -> Callable[..., Any] | None:
     return lambda *arguments: call(keys(own_key), *arguments)
 
 
+def builtin_of(overload: Any) -> Callable[..., Any]:
+    """Return what an op's overload calls. Without the attribute: the overload, which takes a small layer longer."""
+    called: Callable[..., Any] = getattr(overload, "_op", overload)
+    return called
+
+
 # Multiplies many tensors in one call. Without it: one call each.
 foreach_mul_: Callable[[list[Tensor], Tensor | float], object] = look_up(
     "torch", "_foreach_mul_", lambda tensors, factor: [each.mul_(factor) for each in tensors]

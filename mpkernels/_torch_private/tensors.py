@@ -1,11 +1,10 @@
 """Tells what a tensor is a view of, where it lies, whether it has changed, and how it is differentiated."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from mpkernels._torch_private.finding import look_up
 
@@ -34,6 +33,17 @@ def version_of(tensor: Tensor) -> object:
     return object() if version is None else version
 
 
+def sum_of_versions(tensors: Sequence[Tensor | None]) -> object:
+    """Return a number that changes when one of the tensors is changed in place; None if one is an inference tensor,
+    whose changes nobody counts. Without torch's counter: a new object each time, as ``version_of`` returns."""
+    try:
+        return sum([it._version for it in tensors if it is not None])
+    except RuntimeError:
+        return None
+    except AttributeError:
+        return object()
+
+
 def base_of(tensor: Tensor) -> Tensor | None:
     """Return what tensor this is a view of. Without the attribute: None, and each call casts a transposed weight."""
     return getattr(tensor, "_base", None)
@@ -44,8 +54,3 @@ def storage_of(tensor: Tensor) -> int:
     on the meta device have no memory."""
     storage = tensor.untyped_storage()
     return int(getattr(storage, "_cdata", None) or storage.data_ptr())
-
-
-def derives_forward() -> bool:
-    """Return whether forward-mode derivatives are being computed. Without the level: True."""
-    return bool(getattr(forward_ad, "_current_level", 0) >= 0)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_autocast_cache_enabled
 
 from mpkernels._torch_private.devices import current_stream
 from mpkernels._torch_private.modes import without_dispatch_modes
@@ -26,8 +26,18 @@ class _Kept(NamedTuple):
     parameter: Tensor  # kept alive, so that no other parameter gets its id
     version: object
     data_ptr: int
-    stream: int
+    stream: int | None  # None on a CPU
     cast: Tensor
+
+    def serves(self, parameter: Tensor, dtype: torch.dtype) -> bool:
+        """Return whether this still is the parameter's cast."""
+        return (
+            self.cast.dtype is dtype
+            and self.version == version_of(parameter)
+            and self.data_ptr == parameter.data_ptr()
+            and is_autocast_cache_enabled()
+            and (self.stream is None or (self.stream == _stream(parameter) and not _is_captured(parameter)))
+        )
 
 
 class _Casts(dict[int, _Kept]):
@@ -41,7 +51,13 @@ def _no_block() -> _Casts | None:
 
 
 _block: Any = _no_block  # a weak reference
-_thread = threading.local()
+
+
+class _Thread(threading.local):
+    step: _Casts | None = None  # the casts of ``one_step``
+
+
+_thread = _Thread()
 
 
 @contextmanager
@@ -56,32 +72,32 @@ def one_step() -> Iterator[None]:
         mine.is_over = True  # interleaved contexts end in any order
 
 
-def _step() -> _Casts | None:
-    step: _Casts | None = getattr(_thread, "step", None)
-    return None if step is None or step.is_over else step
-
-
 def cast(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     """Return ``parameter.detach().to(dtype)``, which nobody may write to."""
+    step = _thread.step
+    casts: _Casts | None = _block() if step is None or step.is_over else step
+    kept = None if casts is None else casts.get(id(parameter))
+    if kept is not None and kept.serves(parameter, dtype):
+        return kept.cast
     if not parameter.is_leaf and _is_transpose_of_a_leaf(parameter):
         return cast(base_of(parameter), dtype).t()  # type: ignore[arg-type]
-    if not _may_keep(parameter):
-        return parameter.detach().to(dtype)
-    step = _step()
-    block: _Casts = (_block() or _enter_block(parameter.device.type, dtype)) if step is None else step
-    stream = current_stream(parameter.device.index) if parameter.is_cuda else 0
-    state = version_of(parameter), parameter.data_ptr(), stream
-    kept = block.get(id(parameter))
-    if kept is None or kept[1:4] != state or kept.cast.dtype != dtype:
-        kept = block[id(parameter)] = _Kept(parameter, *state, parameter.detach().to(dtype))
-    return kept.cast
+    made = parameter.detach().to(dtype)
+    if _may_keep(parameter):
+        casts = _enter_block(parameter.device.type, dtype) if casts is None else casts
+        casts[id(parameter)] = _Kept(parameter, version_of(parameter), parameter.data_ptr(), _stream(parameter), made)
+    return made
+
+
+def _stream(parameter: Tensor) -> int | None:
+    """Return a number of the stream on which the parameter is cast."""
+    return current_stream(parameter.device.index) if parameter.is_cuda else None
 
 
 def clear() -> None:
     """Forget every cast."""
-    for block in (_block(), _step()):
-        if block is not None:
-            block.clear()
+    for casts in (_block(), _thread.step):
+        if casts is not None:
+            casts.clear()
 
 
 def _is_transpose_of_a_leaf(tensor: Tensor) -> bool:
@@ -103,11 +119,15 @@ def _may_keep(parameter: Tensor) -> bool:
     return (
         parameter.requires_grad
         and parameter.is_leaf
-        and not parameter.is_inference()
+        and is_autocast_cache_enabled()
         and torch.is_grad_enabled()
-        and torch.is_autocast_cache_enabled()
-        and not (parameter.is_cuda and torch.cuda.is_current_stream_capturing())
+        and not parameter.is_inference()
+        and not _is_captured(parameter)
     )
+
+
+def _is_captured(parameter: Tensor) -> bool:
+    return parameter.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _enter_block(device_type: str, dtype: torch.dtype) -> _Casts:

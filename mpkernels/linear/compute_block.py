@@ -1,5 +1,6 @@
 """Computes a block by plain torch, or by our kernels with the casts that autocast would make."""
 
+from collections.abc import Callable
 from functools import partial
 from math import prod
 from typing import Any
@@ -11,12 +12,35 @@ from torch.nn import functional
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
-from mpkernels._torch_private.modes import are_transforms_active
+from mpkernels._torch_private.modes import are_transforms_active, is_watched
 from mpkernels._torch_private.tracing import is_tracing
 from mpkernels.linear import cast_cache
-from mpkernels.ops.linear import autograd_block
+from mpkernels.ops.linear import autograd_block, trained_block
 from mpkernels.ops.linear.activations import AFRESH, IN_PLACE
 from mpkernels.ops.linear.block_kind import Kind, Parameters
+
+
+def prepared(
+    kernel: str, kind: Kind, x: Tensor, params: Parameters, dtype: torch.dtype | None
+) -> Callable[..., Tensor | None]:
+    """Return a function of x and the parameters, which computes all calls that have the key of this one. If a call is
+    watched, a kernel of ours may not compute it, and the function returns None."""
+    if kernel == "torch":
+        return (lambda x, *params: afresh(kind, x, Parameters(*params))) if kind.recompute else partial(by_torch, kind)
+    plan = trained_block.plan_for(kind, kernel, x, params, dtype or x.dtype)
+    if plan is None:
+        return lambda x, *params: None if is_watched() else by_ours(kernel, kind, x, Parameters(*params), dtype)
+    if dtype is None:
+        return lambda x, *params: None if is_watched() else trained_block.compute(x, *params, None, plan)
+
+    def under_autocast(x: Tensor, *params: Tensor | None) -> Tensor | None:
+        if is_watched():
+            return None
+        values = [it if it is None or it.dtype is dtype else cast_cache.cast(it, dtype) for it in params]
+        y: Tensor = trained_block.compute(x if x.dtype is dtype else x.to(dtype), *params, values, plan)
+        return y
+
+    return under_autocast
 
 
 def compute(kernel: str, kind: Kind, x: Tensor, params: Parameters, dtype: torch.dtype | None) -> Tensor:

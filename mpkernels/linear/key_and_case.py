@@ -1,6 +1,6 @@
 """Makes the key and the case of a call, by which the selector chooses between torch and a kernel of ours."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from functools import partial
 from typing import Any
 
@@ -10,19 +10,13 @@ from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.nn import Parameter
 
 from mpkernels import selector
-from mpkernels._torch_private.modes import (
-    are_transforms_active,
-    count_dispatch_modes,
-    is_any_autocast_enabled,
-    is_function_mode_active,
-)
-from mpkernels._torch_private.tensors import derives_forward
+from mpkernels._torch_private.modes import are_transforms_active, derives_forward, is_any_autocast_enabled
 from mpkernels._torch_private.tracing import FakeTensor, constant_in_graphs, is_exporting, is_jit_tracing, is_tracing
 from mpkernels.linear.trial import Trial, is_transposed
 from mpkernels.ops._autocast import has_autocast
 from mpkernels.ops._dispatcher import forced
 from mpkernels.ops._registry import kernels_on
-from mpkernels.ops.linear.block_kind import ROUNDING, Kind, Parameters
+from mpkernels.ops.linear.block_kind import ROUNDING, Kind, Parameters, grad_dtype
 from mpkernels.ops.linear.tf32 import uses_tf32
 from mpkernels.selector.case import Case
 
@@ -30,52 +24,55 @@ _PLAIN = frozenset((Tensor, Parameter))
 _SERVED = frozenset((Tensor, Parameter, FakeTensor))
 
 
-def key_of(kind: Kind, x: Tensor, weight: Tensor, bias: Tensor | None, others: tuple[Tensor | None, ...]) -> Hashable:
-    """Return a key for ``selector.by_key`` that holds everything the choice of a kernel depends on. Return None for a
-    call that needs a closer look, such as one on tensor subclasses. Bad arguments have keys, too, under which nothing
-    is found, because every check here slows down small layers."""
-    # Other compilers pass subclasses, which are refused below; is_compiling would cost another call.
-    if is_dynamo_compiling() or forced or is_jit_tracing() or type(x) is not Tensor or type(kind.activation) is not str:
-        return None
-    if type(weight) not in _PLAIN:
-        return None
-    try:  # no loops, which slow down small layers
-        x_facts = x.shape, x.stride(-1), x.layout, x.dtype, x.device, x.requires_grad
-        weight_facts = weight.shape, weight.stride(-1), weight.layout, weight.dtype, weight.requires_grad
-        key: tuple[Any, ...] = kind, x_facts, weight_facts, is_grad_enabled(), None
-        if bias is not None:
-            if type(bias) not in _PLAIN:
-                return None
-            key = *key[:-1], (bias.shape, bias.layout, bias.dtype, bias.requires_grad)
-        for other in others:
-            if other is None:
-                key = *key, None
-                continue
-            if type(other) not in _PLAIN:
-                return None
-            key = *key, (other.shape, other.stride(-1), other.layout, other.dtype, other.requires_grad)
-        if not x.is_cpu:
-            key = *key, uses_tf32()
-    except (RuntimeError, IndexError):  # nested, sparse, without dimensions
-        return None
-    if is_any_autocast_enabled():
-        device_type = "cpu" if x.is_cpu else "cuda"
-        key = *key, get_autocast_dtype(device_type) if is_autocast_enabled(device_type) else None
-    return key
-
-
-def is_left_to_torch(activation: object, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Return whether torch is known to compute such a ``linear_act``, whatever its sizes: in small layers, ``key_of``
-    takes as long as the activation."""
-    return (
-        not is_dynamo_compiling()  # first, or dynamo's graphs would depend on the rest
-        and type(activation) is str
-        and type(x) is Tensor
-        and (activation, x.dtype, x.device) in selector.left_to_torch
-        and type(weight) in _PLAIN
-        and (bias is None or type(bias) in _PLAIN)
-        and not (is_any_autocast_enabled() or forced or is_jit_tracing())
+def is_ordinary(kind: Kind, x: Tensor, weight: Tensor) -> bool:
+    """Return whether a call may have a key: nothing traces it, and no kernel is forced."""
+    # Dynamo comes first, or its graphs would depend on the rest. Other compilers pass subclasses.
+    return not (
+        is_dynamo_compiling()
+        or forced
+        or is_jit_tracing()
+        or type(x) is not Tensor
+        or type(weight) not in _PLAIN
+        or type(kind.activation) is not str
     )
+
+
+def key_of(kind: Kind, x: Tensor, weight: Tensor, bias: Tensor | None, others: tuple[Tensor | None, ...]) -> Hashable:
+    """Return a key of an ordinary call for ``selector.by_key``, which holds everything that its computation depends on.
+    Return None for a call that needs a closer look. Bad arguments have keys, too, under which nothing is found, because
+    every check here slows down small layers."""
+    try:
+        x_facts = x.shape, x.stride(), x.layout, x.dtype, x.is_cpu or (x.device, uses_tf32()), x.requires_grad
+        key: tuple[Any, ...] = kind, x_facts, _facts(weight), is_grad_enabled(), bias if bias is None else _facts(bias)
+        for other in others:
+            key = *key, other if other is None else _facts(other)
+    except (RuntimeError, TypeError):  # x is nested or sparse; a parameter isn't plain
+        return None
+    return (*key, _autocast(x)) if is_any_autocast_enabled() else key
+
+
+def key_in_any_size(kind: Kind, x: Tensor, params: Iterable[Tensor | None]) -> Hashable:
+    """Return a key of an ordinary call for ``selector.left_to_torch``: what the table's lines depend on, but for the
+    number of rows, and the shapes that were checked. In a small layer, ``key_of`` takes as long as the activation."""
+    try:
+        shapes = tuple([None if it is None else it.shape for it in params])
+    except AttributeError:  # no tensors
+        return None
+    return kind, x.dtype, x.device, shapes, _autocast(x) if is_any_autocast_enabled() else None
+
+
+def _autocast(x: Tensor) -> torch.dtype | None:
+    device_type = "cpu" if x.is_cpu else "cuda"
+    return get_autocast_dtype(device_type) if is_autocast_enabled(device_type) else None
+
+
+def _facts(parameter: Tensor) -> tuple[Any, ...]:
+    """Return what a call depends on, gradients included. Raise for a parameter that needs a closer look."""
+    if type(parameter) not in _PLAIN:
+        raise TypeError
+    dtype = parameter.dtype
+    of_gradient = None if dtype is torch.float32 else grad_dtype(parameter)
+    return parameter.shape, parameter.stride(), parameter.layout, dtype, parameter.requires_grad, of_gradient
 
 
 def is_ours(x: Tensor, *parameters: Tensor | None) -> bool:
@@ -91,13 +88,9 @@ def is_ours(x: Tensor, *parameters: Tensor | None) -> bool:
     )
 
 
-def is_watched() -> bool:
-    """Return whether a mode, a transform or a tracer observes the ops that torch calls."""
-    return derives_forward() or are_transforms_active() or count_dispatch_modes() > 0 or is_function_mode_active()
-
-
-def kernel_for(key: Hashable, kind: Kind, x: Tensor, params: Parameters, autocast: torch.dtype | None) -> str:
-    """Return the name of a kernel of ours, or "torch"; under ``backend``, "dispatched"."""
+def kernel_for(kind: Kind, x: Tensor, params: Parameters, autocast: torch.dtype | None, is_plain: bool) -> str:
+    """Return the name of a kernel of ours, or "torch"; under ``backend``, "dispatched". ``is_plain`` says whether the
+    call has a key."""
     given = [it for it in (x, *params) if it is not None]
     if torch.float64 in (autocast or x.dtype, *(it.dtype for it in given)) or are_transforms_active():
         return "torch"
@@ -114,9 +107,9 @@ def kernel_for(key: Hashable, kind: Kind, x: Tensor, params: Parameters, autocas
         return _known(*case_facts)
     rows = x.numel() // x.shape[-1]
     case = _case(*case_facts)._replace(rows=1 << (rows - 1).bit_length())
-    if key is not None and kind.op == "linear_act" and autocast is None:
-        selector.leave_to_torch(case)
-    return selector.choose(case, key, partial(Trial, rows, kind, x, params, trains, autocast))
+    if is_plain and not kind.recompute:
+        selector.leave_to_torch(case, key_in_any_size(kind, x, params[: 2 if kind.op == "linear_act" else 6]))
+    return selector.choose(case, partial(Trial, rows, kind, x, params, trains, autocast))
 
 
 @constant_in_graphs

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from mpkernels._torch_private.modes import count_dispatch_modes
-from mpkernels._torch_private.ops import below_autograd, keys_below_autograd
+from mpkernels._torch_private.ops import below_autograd, builtin_of, keys_below_autograd
 from mpkernels.ops import _devices, _dispatcher
 from mpkernels.ops._devices import ANY_TRITON, capabilities, left_out
 from mpkernels.ops._dispatcher import DEVICES, NAMESPACE, forced
@@ -78,6 +78,10 @@ class Op:
         if kernel != "triton" or torch.compiler.is_compiling() or count_dispatch_modes() > 0:
             return self
         return self._by_triton
+
+    def directly_by(self, kernel: str) -> Callable[..., Any]:
+        """Return a function that runs the named kernel, and doesn't work out what is wrong with arguments."""
+        return (lambda *arguments: self.by(kernel)(*arguments)) if kernel == "triton" else builtin_of(self.overload)
 
     @functools.cached_property
     def _by_triton(self) -> Callable[..., Any]:

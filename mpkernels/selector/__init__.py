@@ -8,13 +8,17 @@ one. Nothing else times anything.
 from collections.abc import Callable, Hashable
 from typing import Any
 
+from torch import Tensor
+
 from mpkernels.selector import table
 from mpkernels.selector.case import Case
 
 __all__ = ["choices", "forget", "pin"]
 
-by_key: dict[Hashable, str] = {}  # the kernel of each call by its key, so that later calls needn't ask
-left_to_torch: set[tuple[str, Any, Any]] = set()  # activation, dtype and device of the linear_acts that torch computes
+by_key: dict[
+    Hashable, Callable[..., Tensor | None]
+] = {}  # what computes each call by its key, so that later calls needn't ask
+left_to_torch: set[Hashable] = set()  # keys of the calls that torch computes with any number of rows
 _MOST_CALLS = 4096
 _chosen: dict[Case, str] = {}  # in this process
 tuned: dict[Case, str] = {}  # by ``mpkernels.tune``
@@ -48,22 +52,25 @@ def forget() -> None:
     ask_again()
 
 
-def choose(case: Case, key: Hashable = None, trial: Callable[[], Any] | None = None) -> str:
-    """Return what computes a case: what is pinned, else what was tuned, else what the table says. ``by_key`` keeps the
-    choice under ``key``, so that later calls find it without asking. ``trial`` returns code to time the case with."""
+def choose(case: Case, trial: Callable[[], Any] | None = None) -> str:
+    """Return what computes a case: what is pinned, else what was tuned, else what the table says. ``trial`` returns
+    code to time the case with."""
     # Looked up first, because pin and tune replace these dicts: a choice made before that is dropped with the old ones.
-    kept, chosen, asked = by_key, _chosen, _asked
+    chosen, asked = _chosen, _asked
     if asked is not None and trial is not None and len(case.kernels) > 1:
         asked[case] = trial
     name = tuned.get(case) or _tuned_for_any_rows(case) or table.kernel(case)
     if _pinned is not None and _pinned in case.kernels:
         name = _pinned
     chosen[case] = name
-    if key is not None:
-        kept[key] = name
-    if max(len(kept), len(chosen)) > _MOST_CALLS:
-        ask_again()
     return name
+
+
+def kept_calls() -> dict[Hashable, Callable[..., Tensor | None]]:
+    """Return ``by_key``, for a call that will be chosen for. Look it up before the choice, as ``choose`` does."""
+    if max(len(by_key), len(_chosen)) >= _MOST_CALLS:
+        ask_again()
+    return by_key
 
 
 def _tuned_for_any_rows(case: Case) -> str | None:
@@ -73,12 +80,12 @@ def _tuned_for_any_rows(case: Case) -> str | None:
     return next((name for other, name in reversed(list(tuned.items())) if other._replace(rows=None) == case), None)
 
 
-def leave_to_torch(case: Case) -> None:
-    """Remember that torch computes such a call in any size and layout, if no line, tuning or pin says otherwise."""
+def leave_to_torch(case: Case, key: Hashable) -> None:
+    """Remember that torch computes such calls with any number of rows, if no line, tuning or pin says otherwise."""
     kept = left_to_torch  # looked up first, as in ``choose``
     is_open = bool(tuned) or _asked is not None or _pinned not in ("torch", None)
     if not is_open and (_pinned or table.leaves_to_torch(case)):
-        kept.add((case.activation, case.dtypes[0], case.device))
+        kept.add(key)
 
 
 def ask_again() -> None:

@@ -154,7 +154,7 @@ def test_a_block_that_recomputes_gives_torchs_results_under_transforms(name, tra
 def test_a_trial_runs_each_kernel_on_the_same_call(monkeypatch, name):
     *leaves, _ = (it.requires_grad_() for it in arguments(name, F32, (70, 24, 32, 16)))
     trials = []
-    monkeypatch.setattr(key_and_case.selector, "choose", lambda case, key, prepare: trials.append(prepare()) or "torch")
+    monkeypatch.setattr(key_and_case.selector, "choose", lambda case, prepare: trials.append(prepare()) or "torch")
     for activation in ("silu", "relu"):
         BLOCKS[name].ours(activation, *leaves)
     assert len(trials) == 2

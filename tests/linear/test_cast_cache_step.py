@@ -80,10 +80,10 @@ def test_a_group_that_is_dropped_ends_no_other_groups_step(layer):
 def test_another_thread_is_in_no_step(layer):
     found = []
     for _ in accumulated(layer):
-        thread = threading.Thread(target=lambda: found.append(cast_cache._step()))
+        thread = threading.Thread(target=lambda: found.append(cast_cache._thread.step))
         thread.start()
         thread.join()
-        assert cast_cache._step() is not None
+        assert cast_cache._thread.step is not None
     assert found == [None] * 6
 
 
@@ -98,9 +98,9 @@ def test_a_change_within_a_group_counts(layer):
 def test_the_casts_are_freed_before_the_optimizer_steps(layer, monkeypatch):
     kept = []
     step = optim.AdamW.step
-    monkeypatch.setattr(optim.AdamW, "step", lambda *given: kept.append(len(cast_cache._step())) or step(*given))
+    monkeypatch.setattr(optim.AdamW, "step", lambda *given: kept.append(len(cast_cache._thread.step)) or step(*given))
     for _ in accumulated(layer):
-        assert len(cast_cache._step()) == 2
+        assert len(cast_cache._thread.step) == 2
     assert kept == [0, 0]
 
 
@@ -111,5 +111,5 @@ def test_a_group_that_is_left_early_keeps_no_cast(layer, fails):
             if fails:
                 raise ZeroDivisionError
             break
-    assert cast_cache._step() is None
+    assert cast_cache._thread.step.is_over
     assert_fresh_from_block_to_block(layer)

@@ -8,6 +8,7 @@ from torch.nn import functional
 from mpkernels import selector
 from mpkernels.functional import linear_act
 from mpkernels.linear import compute_block
+from mpkernels.linear.key_and_case import key_in_any_size
 from mpkernels.nn import LinearAct
 from mpkernels.ops.linear.activations import ACTIVATIONS
 from mpkernels.ops.linear.block_kind import Kind, Parameters
@@ -138,8 +139,9 @@ def test_autocast_refuses_an_fp64_bias():
 
 
 def test_a_call_that_runs_out_of_memory_is_not_tried_again(monkeypatch):
-    monkeypatch.setattr(selector, "left_to_torch", {("gelu", F32, torch.device("cpu"))})
     module, x, calls = LinearAct(8, 6), torch.randn(5, 8), []
+    key = key_in_any_size(Kind("linear_act", "gelu"), x, (module.weight, module.bias))
+    monkeypatch.setattr(selector, "left_to_torch", {key})
 
     def fail(*_):
         calls.append(1)

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from mpkernels._torch_private.modes import derives_forward
 from mpkernels._torch_private.ops import unsafe_view
-from mpkernels._torch_private.tensors import derives_forward, version_of
+from mpkernels._torch_private.tensors import sum_of_versions
 from mpkernels.ops._autocast import without_autocast
 from mpkernels.ops.linear.activations import ACTIVATIONS
-from mpkernels.ops.linear.block_gradients import Call, Gradients, Saved, Wanted, by_kernels, by_torch
-from mpkernels.ops.linear.block_kind import ROUNDING, Kind, Parameters, begin, grad_dtype, lies_by_columns, replaced
-from mpkernels.ops.linear.linear_act import _linear_act
+from mpkernels.ops.linear.block_gradients import Call, Gradients, Wanted, by_kernels, by_torch, keeps, wanted_of
+from mpkernels.ops.linear.block_kind import ROUNDING, Kind, Parameters, begin, ops_by, replaced
 
 Casts = tuple[Tensor | None, ...] | None  # fp32 parameters in x's dtype; None for other parameters
 _NO_GRADIENTS_OF_SETTINGS = None, None, None, None  # casts, kind, kernel and shape have no gradients
@@ -37,7 +37,7 @@ def compute(kind: Kind, x: Tensor, params: Parameters, casts: Casts, kernel: str
             params = Parameters(*others)
         y: Tensor = apply(x, *params[:count], casts and casts[:count], kind, kernel, shape)[0]
         return y
-    h, _ = begin(kind, x, kernel, False, *(params if casts is None else replaced(params, casts)))
+    h, _ = begin(kind, ops_by(kernel), x, False, *(params if casts is None else replaced(params, casts)))
     if params.out_weight is None:
         return h if h.shape == shape else unsafe_view(h, shape)
     h = functional.dropout(h, kind.dropout) if kind.dropout else h
@@ -71,12 +71,13 @@ class _Block(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         *others, casts, kind, kernel, shape = arguments
         params = (weight, bias, *others) if casts is None else replaced((weight, bias, *others), casts)
-        h, z = begin(kind, x, kernel, not kind.recompute, *params)
+        ops = ops_by(kernel)
+        h, z = begin(kind, ops, x, not kind.recompute, *params)
         y, mask, has_out = h, None, len(params) > 2 and params[4] is not None
         if has_out:
             if kind.dropout:
                 h, mask = torch.native_dropout(h, kind.dropout, True)
-            y, _ = _linear_act.by(kernel)(h, params[4], params[5], "none", False)
+            y, _ = ops.act(h, params[4], params[5], "none", False)
         kept = None if kind.recompute else z if kind.keeps_z else h if has_out else None
         # No in-place change of a view is allowed. The view is made before y is saved, so that changes of y are seen.
         output = y if y.shape == shape else unsafe_view(y, shape), kept, mask
@@ -91,13 +92,14 @@ class _Block(torch.autograd.Function):
             grad_of_kept = None  # torch.compile passes zeros: it knows no second backward
         if dy is None and grad_of_kept is None:
             return None, *(None for _ in call.layers * 2), *_NO_GRADIENTS_OF_SETTINGS
-        x, *params, kept, mask = ctx.saved_tensors
+        saved = list(ctx.saved_tensors)
+        if not is_compiling:
+            ctx.maybe_clear_saved_tensors()  # unless the graph is retained
         if dy is None:
             dy = grad_of_kept.new_zeros(call.matrix)  # type: ignore[union-attr]
         elif call.shape != call.matrix:  # a reshape takes as long as a small layer's kernel
             dy = dy.reshape(call.matrix)
-            kept = kept.reshape(call.matrix) if call.is_lone and kept is not None else kept
-        saved = Saved(x, Parameters(*params), kept, mask)
+            saved[-2] = saved[-2].reshape(call.matrix) if call.is_lone and call.keeps else saved[-2]
         if grad_of_kept is None and (is_compiling or not torch.is_grad_enabled()):
             return *by_kernels(call, dy, saved), *_NO_GRADIENTS_OF_SETTINGS
         with without_autocast(dy):
@@ -117,11 +119,16 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor | None
     layers: tuple[Wanted, ...] = (_wanted(params, casts, wants, 0, kernel),)
     if others:
         layers += _wanted(params, casts, wants, 2, kernel), _wanted(params, casts, wants, 4, kernel)
-    fp32 = None if casts is None else _noted(params, casts)
+    fp32 = None
     if casts is not None:
+        # A second backward needs these. They aren't saved, because they may be stepped before the first one.
+        fp32 = [None if cast is None else mine for mine, cast in zip(params, casts, strict=True)]
         weight, bias, *others = replaced(params, casts)
     # One attribute: each takes long in a small layer.
-    ctx.call = Call(kind, kernel, (x.shape[0], shape[-1]), shape, has_out, wants_x, layers, fp32)
+    matrix, of_kind = (x.shape[0], shape[-1]), keeps(kind, has_out)
+    ctx.call = Call(kind, ops_by(kernel), matrix, shape, has_out, wants_x, layers, of_kind)
+    if fp32 is not None:
+        ctx.call = ctx.call._replace(fp32=fp32, versions=sum_of_versions(fp32))
     ctx.set_materialize_grads(False)
     if kept is None and not (has_out or recomputes) and ACTIVATIONS[kind.activation].saves == "y":
         kept = y
@@ -140,15 +147,6 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor | None
 
 def _wanted(params: Sequence[Any], casts: Casts, wants: Sequence[bool], at: int, kernel: str) -> Wanted:
     """Return which gradients of the layer are wanted whose weight is parameter ``at``."""
-    weight, bias, dtype = params[at], params[at + 1], None
-    if wants[at]:
-        cast = casts[at] if kernel == ROUNDING and casts is not None else None  # a weight that autocast has cast
-        dtype = grad_dtype(weight) if cast is None else cast.dtype
-    return Wanted(dtype, grad_dtype(bias) if wants[at + 1] else None, wants[at] and lies_by_columns(weight))
-
-
-def _noted(params: Sequence[Any], casts: tuple[Tensor | None, ...]) -> list[tuple[Tensor, object] | None]:
-    """Return the fp32 parameters and their versions, which a second backward needs. The parameters aren't saved,
-    because they may be stepped before the first backward, which needs only their casts."""
-    pairs = zip(params, casts, strict=True)
-    return [None if cast is None or mine.is_inference() else (mine, version_of(mine)) for mine, cast in pairs]
+    cast = casts[at] if kernel == ROUNDING and casts is not None else None  # a weight that autocast has cast
+    rounded_to = None if cast is None else cast.dtype
+    return wanted_of(params[at], params[at + 1], wants[at], wants[at + 1], rounded_to)

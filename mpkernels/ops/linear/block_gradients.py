@@ -1,21 +1,20 @@
 """The gradients of a linear block: by its kernels, or by torch's functions, where they are differentiated once more."""
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mpkernels._torch_private.tensors import version_of
+from mpkernels._torch_private.tensors import sum_of_versions
 from mpkernels.ops.linear.activations import ACTIVATIONS
-from mpkernels.ops.linear.block_kind import Kind, Parameters, begin
-from mpkernels.ops.linear.linear_act import _linear_act_backward, weight_gradient
-from mpkernels.ops.linear.linear_dact import _linear_dact
-from mpkernels.ops.linear.linear_gated import _linear_dgated, gradients
+from mpkernels.ops.linear.block_kind import Kind, Ops, Parameters, begin, grad_dtype, lies_by_columns
+from mpkernels.ops.linear.linear_act import weight_gradient
+from mpkernels.ops.linear.linear_gated import gradients
 
 Gradients = tuple[Tensor | None, ...]  #: of x and of each of the Parameters, or of x and of the first two
 _LayerGradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # of x, weight and bias
-_NO_GRADIENTS_OF_LATER_LAYERS = None, None, None, None  # of the layers besides the first
 
 
 class Wanted(NamedTuple):
@@ -26,17 +25,27 @@ class Wanted(NamedTuple):
     by_columns: bool  #: whether the weight's gradient lies by columns
 
 
+def wanted_of(weight: Any, bias: Any, wants_weight: bool, wants_bias: bool, rounded_to: torch.dtype | None) -> Wanted:
+    """Return which gradients of a layer are wanted. The weight's has the dtype ``rounded_to``, if that is given."""
+    dtype = (rounded_to or grad_dtype(weight)) if wants_weight else None
+    return Wanted(dtype, grad_dtype(bias) if wants_bias else None, wants_weight and lies_by_columns(weight))
+
+
 class Call(NamedTuple):
-    """What a backward has to know, besides tensors."""
+    """What a block does, besides what its tensors hold."""
 
     kind: Kind
-    kernel: str
+    ops: Ops
     matrix: tuple[int, int]  #: y's shape as a matrix
     shape: tuple[int, ...]  #: in which y was returned
     has_out: bool
     wants_x: bool
     layers: tuple[Wanted, ...]  #: of the first layer alone, or also of the gate's other factor and of the last layer
-    fp32: list[tuple[Tensor, object] | None] | None  #: the parameters that were cast, and their versions
+    keeps: Literal["z", "h", ""]  #: what the backward needs of the forward; h of a lone layer is y
+    is_large: bool = False  #: whether a lone layer's backward is worth two ops, to free what it kept after the first
+    nothing: Tensor | None = None  #: an empty tensor of the products' dtype, if it may be kept
+    fp32: Sequence[Tensor | None] | None = None  #: the parameters that were cast
+    versions: object = None  #: of those parameters
 
     @property
     def is_lone(self) -> bool:
@@ -44,95 +53,107 @@ class Call(NamedTuple):
         return not (self.kind.is_gated or self.has_out)
 
 
-class Saved(NamedTuple):
-    """The tensors that a backward finds; None for those that it doesn't need."""
-
-    x: Any
-    params: Parameters
-    kept: Any  #: z or h
-    mask: Any  #: of the dropout
+def keeps(kind: Kind, has_out: bool) -> Literal["z", "h", ""]:
+    saves = "z" if kind.is_gated else ACTIVATIONS[kind.activation].saves
+    return "z" if saves == "z" else "h" if has_out or saves == "y" else ""
 
 
-def by_kernels(call: Call, dy: Tensor, saved: Saved) -> Gradients:
-    """Return all gradients that are wanted."""
-    if not call.is_lone:
-        dz, dbias, *of_last = _last_layer_by_kernels(call, dy, saved)
-        return *_first_layers_by_kernels(call, dz, dbias, saved), *of_last
-    kept = dy.new_empty(0) if saved.kept is None else saved.kept
-    of_first = _layer_by_kernels(
-        call, call.layers[0], dy, saved.x, saved.params.weight, kept, call.kind.activation, call.wants_x
-    )
-    return of_first if len(call.layers) == 1 else (*of_first, *_NO_GRADIENTS_OF_LATER_LAYERS)
+def by_kernels(call: Call, dy: Tensor, saved: list[Any]) -> Gradients:
+    """Return all gradients that are wanted. ``saved`` has x, the Parameters (those of one layer, if that was given
+    alone), what was kept (z or h) and the dropout's mask; None for what isn't needed. The list is emptied, so that each
+    tensor is freed after its last use."""
+    if call.kind.is_gated:
+        return _of_gated(call, dy, saved)
+    if call.has_out:
+        return _of_mlp(call, dy, saved)
+    x, weight, *_, kept, _ = saved
+    saved.clear()
+    wanted, *others = call.layers
+    activation = call.kind.activation
+    of_bias = None
+    if call.is_large:
+        dy, of_bias, _ = call.ops.dact(dy, None, kept, activation, wanted.bias, False)
+        kept, activation, wanted = None, "none", wanted._replace(bias=None)
+    dx, dweight, dbias = _of_layer(call, wanted, dy, x, weight, kept, activation)
+    dbias = of_bias if call.is_large and call.layers[0].bias else dbias
+    return (dx, dweight, dbias, None, None, None, None) if others else (dx, dweight, dbias)
 
 
-def _layer_by_kernels(
-    call: Call, wanted: Wanted, dz: Tensor, x: Any, weight: Any, kept: Tensor, activation: str, wants_x: bool
+def _of_layer(
+    call: Call, wanted: Wanted, dz: Tensor, x: Any, weight: Any, kept: Tensor | None = None, activation: str = "none"
 ) -> _LayerGradients:
-    """Return the gradients of one layer. ``dz`` is the gradient of what the activation returns."""
-    wants_weight, wants_bias = wanted.weight is not None, wanted.bias is not None
-    if not (wants_x or wants_weight or wants_bias):
+    """Return the gradients of one layer. ``dz`` is the gradient of what the activation returns. The weight is given if
+    x's gradient is wanted."""
+    dtype, bias_dtype, by_columns = wanted
+    if weight is None and dtype is None and bias_dtype is None:
         return None, None, None
-    dx, dweight, dbias = _linear_act_backward.by(call.kernel)(
-        dz, x if wants_weight else None, weight if wants_x else None, kept, activation,
-        wanted.weight, wanted.bias, wanted.by_columns,
-    )  # fmt: skip
-    return dx if wants_x else None, dweight if wants_weight else None, dbias if wants_bias else None
+    kept = (call.nothing if call.nothing is not None else dz.new_empty(0)) if kept is None else kept
+    x = None if dtype is None else x
+    dx, dweight, dbias = call.ops.act_backward(dz, x, weight, kept, activation, dtype, bias_dtype, by_columns)
+    return (
+        None if weight is None else dx,
+        None if dtype is None else dweight,
+        None if bias_dtype is None else dbias,
+    )
 
 
-def _last_layer_by_kernels(
-    call: Call, dy: Tensor, saved: Saved
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of z, of its bias (if a kernel has summed it up), and of the last layer's parameters."""
-    kind, kept, nothing = call.kind, saved.kept, dy.new_empty(0)
-    first, _, last = call.layers
+def _of_mlp(call: Call, dy: Tensor, saved: list[Any]) -> Gradients:
+    x, weight, bias, _, _, out_weight, _, kept, mask = saved
+    saved.clear()
+    kind, (first, _, last) = call.kind, call.layers
     if kind.recompute:
-        h, z = begin(kind, saved.x, call.kernel, True, *saved.params)
-        kept = z if kind.keeps_z else h
-    wants_h, dbias = last.weight is not None, None
-    if kind.is_gated:
-        dz, h = _linear_dgated.by(call.kernel)(dy, saved.params.out_weight, kept, kind.activation, wants_h)
-    else:
-        bias_dtype = first.bias if saved.mask is None else None
-        dz, sums, anew = _linear_dact.by(call.kernel)(
-            dy, saved.params.out_weight, kept if ACTIVATIONS[kind.activation].saves else nothing, kind.activation,
-            bias_dtype, wants_h,
-        )  # fmt: skip
-        dbias = None if bias_dtype is None else sums
-        h = anew if kind.keeps_z else kept
-    if saved.mask is not None:
-        h = _dropped(h, saved.mask, kind) if wants_h else h
-        dz = _dropped(dz.view(len(saved.mask), -1, saved.mask.shape[1]), saved.mask.unsqueeze(1), kind).view(dz.shape)
-    return dz, dbias, *_layer_by_kernels(call, last, dy, h, None, nothing, "none", wants_x=False)[1:]
+        kept = begin(kind, call.ops, x, True, weight, bias)[call.keeps == "z"]
+    known = dy.new_empty(0) if kind.activation == "none" else kept
+    bias_dtype = first.bias if mask is None else None
+    dz, dbias, h = call.ops.dact(dy, out_weight, known, kind.activation, bias_dtype, last.weight is not None)
+    h = h if call.keeps == "z" else kept
+    del kept, known, out_weight
+    if mask is not None:
+        dz = _dropped(dz, mask, kind)
+        h = _dropped(h, mask, kind) if last.weight is not None else h
+    _, *of_last = _of_layer(call, last, dy, h, None)
+    del h
+    first = first if bias_dtype is None else first._replace(bias=None)
+    dx, dweight, sums = _of_layer(call, first, dz, x, weight if call.wants_x else None)
+    return dx, dweight, sums if bias_dtype is None else dbias, None, None, *of_last
 
 
-def _first_layers_by_kernels(call: Call, dz: Tensor, dbias: Tensor | None, saved: Saved) -> Gradients:
-    """Return the gradients of x and of the layers before the last."""
-    (first, up, _), x, nothing = call.layers, saved.x, dz.new_empty(0)
-    weight, up_weight = saved.params.weight, saved.params.up_weight
-    if not call.kind.is_gated or call.kind.is_stacked:
-        wanted = first if dbias is None else first._replace(bias=None)
-        dx, dweight, sums = _layer_by_kernels(call, wanted, dz, x, weight, nothing, "none", call.wants_x)
-        return dx, dweight, sums if dbias is None else dbias, None, None
+def _of_gated(call: Call, dy: Tensor, saved: list[Any]) -> Gradients:
+    x, weight, bias, up_weight, up_bias, out_weight, _, z, mask = saved
+    saved.clear()
+    kind, (first, up, last) = call.kind, call.layers
+    if kind.recompute:
+        z = begin(kind, call.ops, x, True, weight, bias, up_weight, up_bias)[1]
+    dz, h = call.ops.dgated(dy, out_weight, z, kind.activation, last.weight is not None)
+    del z, out_weight
+    if mask is not None:
+        dz = _dropped(dz.view(len(mask), 2, -1), mask.unsqueeze(1), kind).view(dz.shape)
+        h = _dropped(h, mask, kind) if last.weight is not None else h
+    _, *of_last = _of_layer(call, last, dy, h, None)
+    del h
+    weight, up_weight = (weight, up_weight) if call.wants_x else (None, None)
+    if kind.is_stacked:
+        return *_of_layer(call, first, dz, x, weight), None, None, *of_last
     dgate, dup = dz.chunk(2, 1)
-    dx_by_gate, *of_gate = _layer_by_kernels(call, first, dgate, x, weight, nothing, "none", call.wants_x)
-    dx_by_up, *of_up = _layer_by_kernels(call, up, dup, x, up_weight, nothing, "none", call.wants_x)
-    dx = dx_by_gate if dx_by_gate is None or dx_by_up is None else dx_by_gate + dx_by_up
-    return dx, *of_gate, *of_up
+    dx, *of_gate = _of_layer(call, first, dgate, x, weight)
+    more, *of_up = _of_layer(call, up, dup, x, up_weight)
+    return dx if dx is None or more is None else dx.add_(more), *of_gate, *of_up, *of_last
 
 
 def _dropped(value: Tensor, mask: Tensor, kind: Kind) -> Tensor:
     return value * mask * (0.0 if kind.dropout == 1 else 1 / (1 - kind.dropout))
 
 
-def by_torch(call: Call, dy: Tensor, saved: Saved, grad_of_kept: Tensor | None) -> Gradients:
-    """Return all gradients that are wanted, themselves differentiable. ``grad_of_kept`` is the gradient of the kept z
-    or h, which a second backward brings."""
-    kind, compute, mask = call.kind, torch.promote_types(dy.dtype, torch.float32), saved.mask
+def by_torch(call: Call, dy: Tensor, saved: list[Any], grad_of_kept: Tensor | None) -> Gradients:
+    """Return all gradients that are wanted, themselves differentiable. ``saved`` is what ``by_kernels`` takes,
+    ``grad_of_kept`` the gradient of the kept z or h, which a second backward brings."""
+    saved_x, *params, kept, mask = saved
+    kind, compute = call.kind, torch.promote_types(dy.dtype, torch.float32)
     weight, bias, up_weight, up_bias, out_weight, _ = Parameters(
-        *(None if it is None else it.to(compute) for it in _differentiable(call, saved.params))
+        *(None if it is None else it.to(compute) for it in _differentiable(call, params))
     )
-    x, wide_dy = None if saved.x is None else saved.x.to(compute), dy.to(compute)
-    z = wide_dy if saved.kept is None else saved.kept.to(compute)
+    x, wide_dy = None if saved_x is None else saved_x.to(compute), dy.to(compute)
+    z = wide_dy if kept is None else kept.to(compute)
     if kind.recompute and x is not None:
         z = functional.linear(x, weight, bias)
         z = z if up_weight is None else torch.cat((z, functional.linear(x, up_weight, up_bias)), 1)
@@ -164,17 +185,12 @@ def _layer_by_torch(wanted: Wanted, dz: Tensor, x: Any) -> tuple[Tensor | None, 
     return dweight, None if wanted.bias is None else dz.sum(0).to(wanted.bias)
 
 
-def _differentiable(call: Call, params: Parameters) -> Parameters:
-    """Return the parameters, the fp32 ones themselves instead of the saved casts."""
+def _differentiable(call: Call, params: Sequence[Any]) -> Parameters:
+    """Return the parameters. Those that were cast are cast again, so that their gradients are known."""
     if call.fp32 is None:
-        return params
-    pairs = zip(params, call.fp32, strict=False)  # a lone layer has two
-    return Parameters(
-        *(it if it is None or mine is None else _unchanged(call.kind.op, *mine).to(it.dtype) for it, mine in pairs)
-    )
-
-
-def _unchanged(op: str, weight: Tensor, version: object) -> Tensor:
-    if version_of(weight) != version:
+        return Parameters(*params)
+    if sum_of_versions(call.fp32) != call.versions:
+        op = call.kind.op
         raise RuntimeError(f"{op}: a weight was modified in place before a second backward that needs its old value")
-    return weight
+    pairs = zip(params, call.fp32, strict=True)
+    return Parameters(*(it if it is None or mine is None else mine.to(it.dtype) for it, mine in pairs))

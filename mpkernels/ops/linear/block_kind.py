@@ -1,14 +1,16 @@
 """What a linear block is: one or two linear layers, with an activation, a gate and a dropout between them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mpkernels.ops.linear.activations import ACTIVATIONS
-from mpkernels.ops.linear.linear_act import _linear_act
-from mpkernels.ops.linear.linear_gated import _linear_gated
+from mpkernels.ops.linear.linear_act import _linear_act, _linear_act_backward
+from mpkernels.ops.linear.linear_dact import _linear_dact
+from mpkernels.ops.linear.linear_gated import _linear_dgated, _linear_gated
 
 # The C++ kernels, with gradients of fp32 weights rounded to 16 bits, as torch rounds them: a CPU needs two products
 # for one that isn't rounded.
@@ -69,8 +71,31 @@ def lies_by_columns(weight: Tensor) -> bool:
     return not weight.is_contiguous() and weight.dim() == 2 and weight.t().is_contiguous()
 
 
+class Ops(NamedTuple):
+    """The ops that compute a block, each by the same kernel."""
+
+    act: Callable[..., Any]
+    act_backward: Callable[..., Any]
+    gated: Callable[..., Any]
+    dact: Callable[..., Any]
+    dgated: Callable[..., Any]
+
+
+def ops_by(kernel: str) -> Ops:
+    """Return the ops by the kernel that ``Op.by`` takes. torch.compile knows them by their first names alone."""
+    return _OPS if torch.compiler.is_compiling() else _faster_ops_by(kernel)
+
+
+_OPS = Ops(_linear_act, _linear_act_backward, _linear_gated, _linear_dact, _linear_dgated)
+
+
+@cache
+def _faster_ops_by(kernel: str) -> Ops:
+    return Ops(*(op.directly_by(kernel) for op in _OPS))  # type: ignore[attr-defined]
+
+
 def begin(
-    kind: Kind, x: Tensor, kernel: str, save: bool,
+    kind: Kind, ops: Ops, x: Tensor, save: bool,
     weight: Any, bias: Any, up_weight: Any = None, up_bias: Any = None, *_: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return h, the input of the last layer, and z if it is to be saved and the backward needs it. The Parameters come
@@ -78,11 +103,10 @@ def begin(
     h: Tensor
     z: Tensor
     if not kind.is_gated:
-        h, z = _linear_act.by(kernel)(x, weight, bias, kind.activation, save)
+        h, z = ops.act(x, weight, bias, kind.activation, save)
         return h, z
     if kind.is_stacked:
-        hidden = weight.shape[0] // 2
-        weight, up_weight = weight[:hidden], weight[hidden:]
-        bias, up_bias = (None, None) if bias is None else (bias[:hidden], bias[hidden:])
-    h, z = _linear_gated.by(kernel)(x, weight, up_weight, bias, up_bias, kind.activation, save)
+        weight, up_weight = weight.chunk(2)
+        bias, up_bias = (None, None) if bias is None else bias.chunk(2)
+    h, z = ops.gated(x, weight, up_weight, bias, up_bias, kind.activation, save)
     return h, z

@@ -126,7 +126,7 @@ def _forward(
 
 @implement(_linear_dact)
 def linear_dact_triton(
-    dy: Tensor, weight: Tensor, saved: Tensor, activation: str, bias_dtype: torch.dtype | None, wants_h: bool
+    dy: Tensor, weight: Tensor | None, saved: Tensor, activation: str, bias_dtype: torch.dtype | None, wants_h: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     _refuse_fp64("linear_dact", dy)
     makes_h = wants_h and ACTIVATIONS[activation].saves == "z"

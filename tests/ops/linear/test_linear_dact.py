@@ -47,7 +47,9 @@ def assert_exact(dy, weight, saved, activation="relu2"):
 def test_results_are_exact_at_the_edges_of_tiles(target, dtype):
     for rows, outputs, columns in ((63, 33, 65), (65, 32, 64), (129, 48, 144), (64 * 9 + 1, 1, 129), (1, 3, 1)):
         shapes = (rows, outputs), (outputs, columns), (rows, columns)
-        assert_exact(*(integers(*it, dtype=dtype, device=target.device) for it in shapes))
+        dy, weight, saved = (integers(*it, dtype=dtype, device=target.device) for it in shapes)
+        assert_exact(dy, weight, saved)
+        assert_exact(saved.flip(0), None, saved)  # dy is the gradient of what the activation returned
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -66,6 +68,8 @@ def test_results_are_exact_with_any_strides(target, dtype):
         assert_exact(dy, strange_weight, saved, "relu")
         assert_exact(dy, weight, strange_saved)
         assert_exact(strange_dy, strange_weight, dy.new_empty(0), "none")
+        assert_exact(strange_saved, None, saved)
+        assert_exact(saved, None, strange_saved, "relu")
 
 
 @pytest.mark.parametrize("shape", [(0, 5, 3), (4, 0, 3), (4, 5, 0), (0, 0, 0)])
@@ -74,6 +78,8 @@ def test_results_are_exact_with_any_strides(target, dtype):
 def test_tensors_may_be_empty_in_any_dimension(target, shape, dtype, activation):
     *operands, z = before_a_layer(*shape, dtype, target.device)
     assert_exact(*operands, saved_of(z, activation), activation)
+    z = z.round()
+    assert_exact(z, None, saved_of(z, activation), activation)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
