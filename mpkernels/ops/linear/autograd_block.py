@@ -16,7 +16,6 @@ from mpkernels._torch_private.modes import derives_forward
 from mpkernels._torch_private.ops import unsafe_view
 from mpkernels._torch_private.tensors import sum_of_versions
 from mpkernels.ops._autocast import without_autocast
-from mpkernels.ops.linear.activations import ACTIVATIONS
 from mpkernels.ops.linear.block_gradients import Call, Gradients, Wanted, by_kernels, by_torch, keeps, wanted_of
 from mpkernels.ops.linear.block_kind import ROUNDING, Kind, Parameters, begin, ops_by, replaced
 
@@ -30,12 +29,8 @@ def compute(kind: Kind, x: Tensor, params: Parameters, casts: Casts, kernel: str
     ``casts`` has the fp32 parameters in x's dtype; ``kernel`` is as ``Op.by`` takes it.
     """
     if derives_forward() or (torch.is_grad_enabled() and (params.weight.requires_grad or _wants(x, params))):
-        count = 2 if kind.op == "linear_act" else len(params)  # each argument costs a small layer time
-        apply: Any = _apply
-        if torch.compiler.is_compiling():
-            apply, (x, *others) = _Block.apply, _each_once(x, *params)
-            params = Parameters(*others)
-        y: Tensor = apply(x, *params[:count], casts and casts[:count], kind, kernel, shape)[0]
+        tensors = _each_once(x, *params) if torch.compiler.is_compiling() else (x, *params)
+        y: Tensor = _Block.apply(*tensors, casts, kind, kernel, shape)[0]  # type: ignore[no-untyped-call]
         return y
     h, _ = begin(kind, ops_by(kernel), x, False, *(params if casts is None else replaced(params, casts)))
     if params.out_weight is None:
@@ -63,26 +58,32 @@ class _Block(torch.autograd.Function):
     """Besides y, it returns what the backward keeps: z or h, through which a second backward reaches x and the weights,
     and the dropout's mask. Only with ROUNDING are gradients of fp32 parameters rounded to 16 bits."""
 
-    # A lone layer passes no loop: in a small one, each loop takes as long as its kernel. There is no setup_context:
-    # beside one, torch looks up the forward's signature in each call, which takes longer than both kernels.
+    # There is no setup_context: beside one, torch looks up the forward's signature in each call.
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        *others, casts, kind, kernel, shape = arguments
-        params = (weight, bias, *others) if casts is None else replaced((weight, bias, *others), casts)
-        ops = ops_by(kernel)
-        h, z = begin(kind, ops, x, not kind.recompute, *params)
-        y, mask, has_out = h, None, len(params) > 2 and params[4] is not None
+    def forward(ctx: Any, x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        *params, casts, kind, kernel, shape = arguments
+        used = Parameters(*(params if casts is None else replaced(params, casts)))
+        ops, mask, has_out = ops_by(kernel), None, used.out_weight is not None
+        h, z = begin(kind, ops, x, not kind.recompute, *used)
+        y = h
         if has_out:
             if kind.dropout:
                 h, mask = torch.native_dropout(h, kind.dropout, True)
-            y, _ = ops.act(h, params[4], params[5], "none", False)
-        kept = None if kind.recompute else z if kind.keeps_z else h if has_out else None
+            y, _ = ops.act(h, used.out_weight, used.out_bias, "none", False)
         # No in-place change of a view is allowed. The view is made before y is saved, so that changes of y are seen.
-        output = y if y.shape == shape else unsafe_view(y, shape), kept, mask
-        _save(ctx, (x, weight, bias, *arguments), output)
-        return output
+        y = y if y.shape == shape else unsafe_view(y, shape)
+        kept = None if kind.recompute else z if kind.keeps_z else h if has_out else None
+        wants_x, *wants = ctx.needs_input_grad
+        layers = tuple(_wanted(params, casts, wants, at, kernel) for at in (0, 2, 4))
+        call = Call(kind, ops, (x.shape[0], shape[-1]), shape, has_out, wants_x, layers, keeps(kind, has_out))
+        if casts is not None:
+            # A second backward needs these. They aren't saved, because they may be stepped before the first one.
+            fp32 = [None if cast is None else mine for mine, cast in zip(params, casts, strict=True)]
+            call = call._replace(fp32=fp32, versions=sum_of_versions(fp32))
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        _save(ctx, x, used, y if call.is_lone and call.keeps == "h" and not kind.recompute else kept, mask)
+        return y, kept, mask
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, grad_of_kept: Tensor | None, _: Tensor | None) -> Gradients:
@@ -106,43 +107,16 @@ class _Block(torch.autograd.Function):
             return *by_torch(call, dy, saved, grad_of_kept), *_NO_GRADIENTS_OF_SETTINGS
 
 
-# _Block.apply without the search for transforms that are over, with which it begins before torch 2.14.
-_apply = super(torch.autograd.Function, _Block).apply
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor | None, Tensor | None]) -> None:
-    """Give autograd's context what the backward needs."""
-    x, weight, bias, *others, casts, kind, kernel, shape = inputs
-    (y, kept, mask), recomputes = output, kind.recompute
-    wants_x, *wants = ctx.needs_input_grad
-    params, has_out = (weight, bias, *others), len(others) > 2 and others[2] is not None
-    layers: tuple[Wanted, ...] = (_wanted(params, casts, wants, 0, kernel),)
-    if others:
-        layers += _wanted(params, casts, wants, 2, kernel), _wanted(params, casts, wants, 4, kernel)
-    fp32 = None
-    if casts is not None:
-        # A second backward needs these. They aren't saved, because they may be stepped before the first one.
-        fp32 = [None if cast is None else mine for mine, cast in zip(params, casts, strict=True)]
-        weight, bias, *others = replaced(params, casts)
-    # One attribute: each takes long in a small layer.
-    matrix, of_kind = (x.shape[0], shape[-1]), keeps(kind, has_out)
-    ctx.call = Call(kind, ops_by(kernel), matrix, shape, has_out, wants_x, layers, of_kind)
-    if fp32 is not None:
-        ctx.call = ctx.call._replace(fp32=fp32, versions=sum_of_versions(fp32))
-    ctx.set_materialize_grads(False)
-    if kept is None and not (has_out or recomputes) and ACTIVATIONS[kind.activation].saves == "y":
-        kept = y
-    if others and not recomputes:
-        others = [others[0] if wants_x else None, None, others[2], None]
-    needs_x = recomputes or layers[0].weight is not None or (len(layers) > 1 and layers[1].weight is not None)
-    ctx.save_for_backward(
-        x if needs_x else None,
-        weight if wants_x or recomputes else None,
-        bias if recomputes else None,
-        *others,
-        kept,
-        mask,
-    )
+def _save(ctx: Any, x: Tensor, params: Parameters, kept: Tensor | None, mask: Tensor | None) -> None:
+    """Save what the backward needs; with ``recompute``, what the forward needs, too."""
+    call: Call = ctx.call
+    needs_all, (first, up, _) = call.kind.recompute, call.layers
+    saved = params._replace(out_bias=None)
+    if not needs_all:
+        saved = saved._replace(bias=None, up_bias=None)
+        saved = saved if call.wants_x else saved._replace(weight=None, up_weight=None)
+    needs_x = needs_all or first.weight is not None or up.weight is not None
+    ctx.save_for_backward(x if needs_x else None, *saved, kept, mask)
 
 
 def _wanted(params: Sequence[Any], casts: Casts, wants: Sequence[bool], at: int, kernel: str) -> Wanted:
