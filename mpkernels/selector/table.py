@@ -64,8 +64,8 @@ def kernel(case: Case) -> str:
 
 
 def leaves_to_torch(case: Case) -> bool:
-    """Return whether no line fits a case of any size."""
-    return not any(it.fits(case._replace(rows=it.rows[0], trains=True, sizes=(), kernels=(it.kernel,))) for it in TABLE)
+    """Return whether no line fits the case with any number of rows; in any size, if the case has no sizes."""
+    return not any(it.fits(case._replace(rows=it.rows[0], trains=True, kernels=(it.kernel,))) for it in TABLE)
 
 
 def _numbers(case: Case) -> str:

@@ -55,7 +55,7 @@ def test_of_mlps_in_16_bits_only_those_of_fp32_weights_are_ours(monkeypatch):
     assert [*selector.choices().values()] == [ROUNDING, "torch"]
 
 
-def test_a_call_is_left_to_torch_in_every_size_if_no_line_fits(multiplies_halves):
+def test_a_call_is_left_to_torch_if_no_line_fits_any_number_of_rows(multiplies_halves):
     alone = CPU._replace(op="linear_act", rows=1, trains=False)
     assert table.leaves_to_torch(alone)
     for other in (alone._replace(activation="gelu"), alone._replace(op="mlp")):
@@ -63,7 +63,12 @@ def test_a_call_is_left_to_torch_in_every_size_if_no_line_fits(multiplies_halves
     assert table.leaves_to_torch(alone._replace(dtypes=(B16,))) == multiplies_halves
     on_cuda = alone._replace(device=torch.device("cuda"), dtypes=(B16,))
     assert table.leaves_to_torch(on_cuda)
-    assert not table.leaves_to_torch(on_cuda._replace(activation="gelu"))
+    gelu = on_cuda._replace(activation="gelu")
+    assert table.leaves_to_torch(gelu)
+    assert not table.leaves_to_torch(gelu._replace(sizes=()))
+    for width, is_torch in ((3072, True), (14336, False)):
+        assert selector.is_never_ours("mlp", on_cuda.device, "gelu", width) == is_torch
+        assert selector.is_never_ours("mlp", on_cuda.device, "silu", width)
 
 
 @pytest.mark.parametrize("op", ["mlp", "gated_mlp"])
