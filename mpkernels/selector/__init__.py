@@ -8,6 +8,7 @@ one. Nothing else times anything.
 from collections.abc import Callable, Hashable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mpkernels.selector import table
@@ -83,9 +84,20 @@ def _tuned_for_any_rows(case: Case) -> str | None:
 def leave_to_torch(case: Case, key: Hashable) -> None:
     """Remember that torch computes such calls with any number of rows, if no line, tuning or pin says otherwise."""
     kept = left_to_torch  # looked up first, as in ``choose``
-    is_open = bool(tuned) or _asked is not None or _pinned not in ("torch", None)
-    if not is_open and (_pinned or table.leaves_to_torch(case)):
+    if not _is_open() and (_pinned or table.leaves_to_torch(case)):
         kept.add(key)
+
+
+def is_never_ours(op: str, device: torch.device, activation: str, hidden: int) -> bool:
+    """Return whether torch computes such calls of so many hidden features in any number of rows and any dtype."""
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    cases = [Case(op, device, (hidden,) * 3, (dtype,), activation, True, "", None) for dtype in dtypes]
+    return not _is_open() and (_pinned is not None or all(map(table.leaves_to_torch, cases)))
+
+
+def _is_open() -> bool:
+    """Return whether something else than the table and a pin to torch chooses kernels."""
+    return bool(tuned) or _asked is not None or _pinned not in ("torch", None)
 
 
 def ask_again() -> None:

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing import assert_close
 
+from mpkernels import selector
 from mpkernels.nn import fuse, unfuse
 from tests.nn.fusing.models import recorded_ops
 from tests.processes import alone
@@ -202,6 +203,28 @@ def test_gradient_checkpointing_gives_the_same_grads(name, use_reentrant):
         net.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
         grads.append(results(net, inputs))
     assert max(relative_errors(*reversed(grads)).values()) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("name", "note", "ops"),
+    [
+        ("gpt2", "mlp, gelu_tanh: torch's one op for a chain of small ones", ["mlp", "mlp"]),
+        ("bert", "linear_act, gelu: torch is as fast", []),
+    ],
+)
+def test_where_torch_computes_only_a_chain_of_small_ops_is_fused(name, note, ops):
+    selector.pin("torch")
+    net, inputs = model(name)
+    theirs = results(net, inputs)
+    report = fuse(net)
+    assert {it.computed_by for it in report.fused} >= {note}
+    for _ in range(2):
+        with recorded_ops() as ran:
+            ours = results(net, inputs)
+        assert ran == ops
+        assert max(relative_errors(ours, theirs).values()) < 1e-5
+    sizes = report.saved_bytes(inputs)
+    assert (sizes.fused < sizes.plain) == bool(ops)
 
 
 def test_a_fused_model_generates_the_same():

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from mpkernels import selector
 from mpkernels.nn import fuse
 from tests.nn.fusing.models import recorded_ops
 
@@ -69,14 +70,20 @@ def results(model):
 
 
 @pytest.mark.parametrize("is_first", [True, False], ids=["fused first", "fused last"])
+@pytest.mark.parametrize("kernel", ["native", "torch"])
 @pytest.mark.parametrize("name", ADAPTERS)
-def test_adapters(name, is_first):
+def test_adapters(name, kernel, is_first):
+    selector.pin(kernel)
     make, adapt, ops = ADAPTERS[name]
     want = results(adapt(make()))
     model = make()
     if is_first:
         fuse(model)
+        model(TOKENS)  # what computes is kept now
     model = adapt(model)
+    if kernel == "torch":
+        assert_close(results(model), want, rtol=0, atol=0)
+    selector.pin("native")
     fuse(model)
     with recorded_ops() as ran:
         got = results(model)

@@ -6,6 +6,7 @@ from torch.nn import Module
 
 from mpkernels._shared.call_model import refuse_no_model
 from mpkernels._torch_private.modes import without_functions
+from mpkernels.nn.fusing.choices import KEPT
 from mpkernels.nn.fusing.classes import become, covers_fused_forward, fused_class, is_fused, is_stale, plain_class
 from mpkernels.nn.fusing.decision import decide
 from mpkernels.nn.fusing.report import FusedSite, FuseReport, LeftSite, SavedBytes
@@ -89,5 +90,6 @@ def unfuse(model: Module) -> None:
     for _, module in fused:
         kind, set_forward = type(module), vars(module).get("forward")
         become(module, plain_class(kind))
+        vars(module).pop(KEPT, None)
         if getattr(set_forward, "__func__", None) is kind.forward:  # Accelerate leaves it there when it unwraps a model
             object.__setattr__(module, "forward", MethodType(type(module).forward, module))

@@ -22,10 +22,10 @@ from mpkernels.nn.fusing.recognise import (
     why_no_layer,
     why_not_passing,
 )
+from mpkernels.ops.linear.block_kind import Kind, Parameters
 
 Layers = Sequence[Module]
 Between = Sequence[Any]
-Parameters = tuple[Tensor, Tensor | None]
 
 
 def are_plain(x: Any, layers: Layers, activation: object, between: Between = ()) -> bool:
@@ -58,11 +58,6 @@ class Method(NamedTuple):
     name: str
     value: Any
     written: Any  #: the function that the value's decorators wrap
-
-
-def is_replaced(method: Method) -> bool:
-    """Return whether somebody has given the plain class another method since."""
-    return getattr(method.kind, method.name) is not method.value
 
 
 def by_replacement(method: Method, values: Mapping[str, Any]) -> Any:
@@ -116,36 +111,43 @@ def are_halves(layers: Layers) -> bool:
     return second == [first] if second else first % 2 == 0
 
 
-def fused(
+def fused(kind: str, x: Tensor, layers: Layers, activation: object, *options: Any, **named: Any) -> Tensor:
+    """Compute by the op of this kind what calls of these modules compute. The options are those of ``block_of``."""
+    block, params = block_of(kind, layers, activation, *options, **named)
+    op: Callable[..., Tensor] = getattr(functional, kind)
+    given = [params[at] for at in _TAKES[kind]]
+    return op(x, *given, block.activation, *[block.dropout] * kind.endswith("mlp"))
+
+
+_TAKES = {"linear_act": (0, 1), "mlp": (0, 1, 4, 5), "gated_linear": (0, 2, 1, 3), "gated_mlp": (0, 2, 4, 1, 3, 5)}
+"""Which of the Parameters an op takes, in its arguments' order."""
+
+
+def block_of(
     kind: str,
-    x: Tensor,
     layers: Layers,
     activation: object,
     between: Between = (),
     dropout: float = 0.0,
     training: bool = False,
     is_gate_last: bool = False,
-) -> Tensor:
-    """Compute by the op of this kind what calls of these modules compute. ``dropout`` and ``training`` are those of
-    torch's dropout function if ``between`` holds it. Gate and up may be two layers, or one that holds the rows of
-    both."""
-    name = known_activation(activation)
-    assert name is not None  # are_plain has said so
-    is_gated, is_mlp = kind.startswith("gated"), kind.endswith("mlp")
+) -> tuple[Kind, Parameters]:
+    """Return what computes calls of these modules. ``dropout`` and ``training`` are those of torch's dropout function
+    if ``between`` holds it. Gate and up may be two layers, or one that holds the rows of both."""
+    pairs, is_gated = [_parameters(layer) for layer in layers], kind.startswith("gated")
+    if not is_gated:
+        pairs.insert(1, (None, None))
+    elif len(layers) == 1 + kind.endswith("mlp"):
+        pairs[:1] = _taken_apart(*pairs[0], is_gate_last)
     for called in between:
         if drops(called):
             dropout, training = called.p, True
-    options = (name, dropout, training) if is_mlp else (name,)
-    parameters = [_parameters(layer) for layer in layers]
-    op: Callable[..., Tensor] = getattr(functional, kind)
-    if not is_gated:
-        return op(x, *[it for weight_and_bias in parameters for it in weight_and_bias], *options)
-    if len(layers) == 1 + is_mlp:
-        parameters[:1] = _taken_apart(*parameters[0], is_gate_last)
-    return op(x, *[weight for weight, _ in parameters], *[bias for _, bias in parameters], *options)
+    params = Parameters(*[it for weight_and_bias in pairs for it in weight_and_bias])
+    is_stacked = is_gated and params.up_weight is None
+    return Kind(kind, known_activation(activation), is_gated, is_stacked, dropout if training else 0.0), params
 
 
-def _parameters(layer: Any) -> Parameters:
+def _parameters(layer: Any) -> tuple[Any, Any]:
     weight: Tensor = layer.weight
     return (weight if type(layer) is Linear else weight.t()), layer.bias
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 from mpkernels.nn.fusing import calls
+from mpkernels.nn.fusing.choices import KEPT
 from mpkernels.nn.fusing.rewrite import NotRewritableError, dressed_as, rewrite
 from mpkernels.nn.fusing.safe_lookup import FUSED
 
@@ -40,7 +41,7 @@ def fused_class(plain: type, recipe: Recipe) -> type:
     kind = _made.get(record)
     if kind is None:
         space = {name: getattr(plain, name) for name in ("__module__", "__qualname__", "__doc__")}
-        space |= {"__reduce_ex__": _reduce, FUSED: record}
+        space |= {"__reduce_ex__": _reduce, "__setattr__": _set_attribute, FUSED: record}
         space |= {name: _fused_method(plain, name, chosen) for name, chosen in recipe}
         try:
             kind = _made[record] = type(plain)(plain.__name__, (plain,), space)
@@ -94,6 +95,14 @@ def _reduce(self: Any, protocol: Any) -> Any:
     return (restore, vars(kind)[FUSED][:2], *reduced[2:]) if is_usual else reduced
 
 
+def _set_attribute(self: Any, name: str, value: Any) -> None:
+    """Set an attribute of the module. A new layer or activation may change what computes its sites."""
+    if callable(value):
+        vars(self).pop(KEPT, None)
+    kind: Any = next(it for it in type(self).__mro__ if record_of(it) is not None)
+    super(kind, self).__setattr__(name, value)
+
+
 def restore(plain: Any, recipe: Recipe) -> Any:
     """Return a new module of a fused class, for pickle and copy to fill; of the plain class if its source has changed
     since."""
@@ -117,8 +126,8 @@ def _fused_method(kind: type, name: str, chosen: Any) -> FunctionType:
         written, fused = wrapper, _around(fused, wrapper, written)
 
     def call(*arguments: Any, **named: Any) -> Any:  # if the method was replaced, none of its old decorators runs
-        current = getattr(kind, name) if calls.is_replaced(method) else fused
-        return current(*arguments, **named)
+        current = getattr(kind, name)
+        return (fused if current is method.value else current)(*arguments, **named)
 
     return dressed_as(fused, call) if wrappers else fused  # type: ignore[arg-type]
 

@@ -13,7 +13,7 @@ from torch.nn import Module, ModuleDict, ModuleList
 from torch.nn.utils import parametrize
 
 from mpkernels._torch_private.modules import books_of
-from mpkernels.nn.fusing import calls, sequential
+from mpkernels.nn.fusing import calls, choices, sequential
 from mpkernels.nn.fusing.classes import Recipe, innermost
 from mpkernels.nn.fusing.inlined_names import dotted, short
 from mpkernels.nn.fusing.loops import Loop
@@ -153,8 +153,9 @@ def _resolve(expression: Any, module: Module, function: FunctionType) -> Any:
 
 
 def _computed_by(site: Site, module: Module, function: FunctionType) -> str:
-    name = known_activation(_resolve(site.activation, module, function))
-    return f"{site.kind}, {'gelu_tanh' if site.is_tanh_form else 'relu2' if site.is_squared else name}"
+    activation, *layers = (_resolve(it, module, function) for it in (site.activation, *site.layers))
+    name = "gelu_tanh" if site.is_tanh_form else "relu2" if site.is_squared else known_activation(activation)
+    return f"{site.kind}, {name}{choices.note_on(site.kind, layers, activation, name)}"
 
 
 def _holds_both(module: Module) -> str:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
-from types import BuiltinFunctionType, CodeType, FunctionType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -35,6 +35,15 @@ def known_activation(value: object) -> str | None:
         is_tanh_form = value.func is GELU and not value.args and value.keywords == {"approximate": "tanh"}
         return "gelu_tanh" if is_tanh_form else None
     return module_activation(value) if issubclass(type(value), Module) else None
+
+
+def is_chain(activation: object) -> bool:
+    """Return whether a known activation is written as a chain of small ops, where torch has one op."""
+    is_python = isinstance(own_values(activation).get("act"), MethodType)
+    return is_python or type(activation).__name__ in _CHAINS
+
+
+_CHAINS = ("NewGELUActivation", "FastGELUActivation", "AccurateGELUActivation")
 
 
 def drops(value: object) -> bool:

@@ -89,7 +89,7 @@ class FuseReport(Report):
     def _parts(self) -> list[str | Table]:
         if not (self.fused or self.left):
             return [_NOTHING]
-        fused = _table(("fused", "what stood there", "becomes a call of"), self.fused)
+        fused = _table(("fused", "what stood there", "computed by"), self.fused)
         left = _table(("left", "what stands there", "why"), self.left)
         return [fused, "", left, *["", _WHO_COMPUTES] * bool(self.fused)]
 

@@ -13,12 +13,14 @@ from operator import is_
 from types import CellType, CodeType, FunctionType
 from typing import Any
 
-from mpkernels.nn.fusing import calls, sequential
+from mpkernels.nn.fusing import calls, choices, sequential
 from mpkernels.nn.fusing.loops import Loop
 from mpkernels.nn.fusing.sites import Site, find_sites
 
 # names of modules and methods of ours in a rewritten function
-CALLS, METHOD, LOOPS = "mpkernels_calls", "mpkernels_method", "mpkernels_loops"
+OURS = {"mpkernels_calls": calls, "mpkernels_choices": choices, "mpkernels_loops": sequential}
+CALLS, CHOICES, LOOPS = OURS
+METHOD, KIND, VALUE = "mpkernels_method", "mpkernels_kind", "mpkernels_value"  # what was rewritten
 
 
 class NotRewritableError(Exception):
@@ -36,23 +38,25 @@ def rewrite(function: FunctionType, chosen: Sequence[tuple[Any, ...]], method: A
     Globals, defaults and line numbers stay. If somebody replaces the plain class's method, the function calls that."""
     tree = _parse(function)
     sites = dict(enumerate(find_sites(tree)))
-    fused_sites = []
+    fused_sites, owner = list[tuple[str, Site]](), tree.args.args[0].arg
     for index, text, *runs in chosen:
-        site = sites.get(index)
+        site, name = sites.get(index), f"{method.name} {index}"
         if isinstance(site, Loop) and site.text == text and runs:
-            _replace_loop(site, *runs)
+            _replace_loop(name, site, owner, *runs)
         elif isinstance(site, Site) and site.text == text and site.reads is not None:
-            fused_sites.append(site)
+            fused_sites.append((name, site))
         else:
             raise NotRewritableError("has changed since it was fused")  # pickled with an older source
-    for site in sorted(fused_sites, key=lambda site: site.first, reverse=True):
-        _replace(site)
+    for name, site in sorted(fused_sites, key=lambda entry: entry[1].first, reverse=True):
+        _replace(name, site, owner)
     call = f"{CALLS}.by_replacement({METHOD}, locals())"
     is_generator = bool(function.__code__.co_flags & inspect.CO_GENERATOR)
-    detour = f"if {CALLS}.is_replaced({METHOD}): return {f'(yield from {call})' if is_generator else call}"
+    result = f"(yield from {call})" if is_generator else call
+    detour = f"if {KIND}.{method.name} is not {VALUE}: return {result}"
     tree.body.insert(0, _parsed(detour, tree.body[0]))
     code = _compile(function, tree)
-    cells = tuple(CellType({CALLS: calls, METHOD: method, LOOPS: sequential}[name]) for name in code.co_freevars)
+    values = OURS | {METHOD: method, KIND: method.kind, VALUE: method.value}
+    cells = tuple(CellType(values[name]) for name in code.co_freevars)
     written = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, cells)
     return dressed_as(function, written)
 
@@ -113,7 +117,7 @@ def _compile(function: FunctionType, node: ast.FunctionDef) -> CodeType:
     names = function.__qualname__.split(".")
     is_method = len(names) > 1 and names[-2].isidentifier()
     name = names[-2] if is_method else "Outer"
-    tree = ast.parse(f"class {name}:\n def outer({CALLS}, {METHOD}, {LOOPS}): pass")
+    tree = ast.parse(f"class {name}:\n def outer({', '.join((*OURS, METHOD, KIND, VALUE))}): pass")
     tree.body[0].body[0].body = [node]  # type: ignore[attr-defined]
     futures = function.__code__.co_flags & __future__.annotations.compiler_flag
     code: Any = compile(ast.fix_missing_locations(tree), function.__code__.co_filename, "exec", futures, True)
@@ -123,23 +127,25 @@ def _compile(function: FunctionType, node: ast.FunctionDef) -> CodeType:
     return found
 
 
-def _replace_loop(loop: Loop, runs: Sequence[Sequence[Any]]) -> None:
-    """Put before the loop: if the modules are in a plain list, fused ops compute runs of them that are plain."""
+def _replace_loop(name: str, loop: Loop, owner: str, runs: Sequence[Sequence[Any]]) -> None:
+    """Put before the loop: if the modules are in a plain list, fused ops compute runs of them that are plain, unless
+    torch is known to compute all of them."""
     modules, value, plain = ast.unparse(loop.modules), loop.value, tuple(map(tuple, runs))
-    text = f"if {LOOPS}.is_plain_list({modules}): {value} = {LOOPS}.run_all({modules}, {plain!r}, {value})"
+    test = f"{CHOICES}.verdict({owner}, {name!r}, {value}) is not False and {LOOPS}.is_plain_list({modules})"
+    text = f"if {test}: {value} = {LOOPS}.run_all({owner}, {name!r}, {modules}, {plain!r}, {value})"
     choice = _parsed(text, loop.statement.body[0])
     choice.orelse = [loop.statement]
     loop.block.statements[loop.block.statements.index(loop.statement)] = choice
 
 
-def _replace(site: Site) -> None:
+def _replace(name: str, site: Site, owner: str) -> None:
     """Put the fused call beside the plain lines. What the plain lines evaluate before x, and x, get names, so that both
     can read them."""
     statements, lines = site.block.statements, site.block.statements[site.first : site.last + 1]
     head = site.head
     names = {id(node): f"{CALLS}_{at}" for at, node in enumerate(head)}
     loads = {id(node): ast.Name(names[id(node)], ast.Load()) for node in head}
-    test, fused = (_parsed(text, site.expression).value for text in _texts(site, names))
+    test, fused = (_parsed(text, site.expression).value for text in _texts(name, site, owner, names))
     if head:  # a tuple that isn't empty is true
         stored = [ast.NamedExpr(ast.Name(names[id(node)], ast.Store()), node) for node in head]
         test = ast.BoolOp(ast.And(), [ast.Tuple([*stored], ast.Load()), test])
@@ -154,16 +160,18 @@ def _replace(site: Site) -> None:
     statements[site.first : site.last + 1] = written
 
 
-def _texts(site: Site, names: Mapping[int, str]) -> tuple[str, str]:
-    """Return the source of the test whether the site is plain, and of the fused call. ``names``: node's id -> the name
-    to read instead."""
+def _texts(name: str, site: Site, owner: str, names: Mapping[int, str]) -> tuple[str, str]:
+    """Return the source of the test whether the site is plain and ours, and of the fused call. ``owner`` names the
+    module, mostly ``self``. ``names``: node's id -> the name to read instead."""
 
     def text(*nodes: ast.expr) -> str:
         return "".join(f"{names.get(id(node)) or ast.unparse(node)}, " for node in nodes)
 
     activation = "'gelu_tanh', " if site.is_tanh_form else "'relu2', " if site.is_squared else text(site.activation)
     shared = f"{text(site.x)} ({text(*site.layers)}), {activation} ({text(*site.between)})"
-    tests = [f"{CALLS}.are_plain({shared})"]
+    verdict = f"{CHOICES}_verdict"
+    known = f"({verdict} := {CHOICES}.verdict({owner}, {name!r}, {text(site.x)[:-2]}))"
+    tests = [f"{known} is not False", f"{CALLS}.are_plain({shared})"]
     if site.is_tanh_form:
         tests.append(f"{ast.unparse(site.activation)} is {CALLS}.GELU")
     if site.is_squared:
@@ -173,8 +181,9 @@ def _texts(site: Site, names: Mapping[int, str]) -> tuple[str, str]:
     if operands := [it.node for it in site.reads or () if it.is_operand]:
         tests.append(f"{CALLS}.are_ordinary({text(*operands)})")
     dropout = text(site.dropout.p, site.dropout.training) if site.dropout else ""
-    fused = f"{CALLS}.fused({site.kind!r}, {shared}, {dropout} is_gate_last={site.is_gate_last})"
-    return " and ".join(tests), fused
+    call = f"{site.kind!r}, {shared}, {dropout} is_gate_last={site.is_gate_last}"
+    tests.append(f"({verdict} or {CHOICES}.is_ours({owner}, {name!r}, {call}))")
+    return " and ".join(tests), f"{CALLS}.fused({call})"
 
 
 def _parsed(text: str, place: ast.AST) -> Any:

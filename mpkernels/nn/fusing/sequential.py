@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import Dropout, Identity, Module, ModuleList, Sequential
 
 from mpkernels._torch_private.modules import books_of
-from mpkernels.nn.fusing import calls, projections
+from mpkernels.nn.fusing import calls, choices, projections
 from mpkernels.nn.fusing.originals import LIST_ITER, SEQUENTIAL_ITER
 from mpkernels.nn.fusing.recognise import is_activation, is_layer, known_activation, why_not
 
@@ -50,6 +50,16 @@ class Run(NamedTuple):
             return False
         return not self.has_projection or (projections.is_usual_on(x) and (not is_gated or calls.are_gates(layers[:1])))
 
+    def is_ours(self, owner: Module, site: str, x: Any, modules: Sequence[Module]) -> bool | None:
+        """Return whether the fused op computes this run, a site of ``owner``. None if it isn't plain."""
+        verdict = choices.verdict(owner, site, x)
+        if verdict is False:
+            return False
+        if not self.is_plain(x, modules):
+            return None
+        layers, activation, between = self.parts(modules)
+        return verdict or choices.is_ours(owner, site, self.kind, x, layers, activation, between, is_gate_last=True)
+
     def compute(self, x: Tensor, modules: Sequence[Module]) -> Tensor:
         layers, activation, between = self.parts(modules)
         return calls.fused(self.kind, x, layers, activation, between, is_gate_last=True)
@@ -66,8 +76,9 @@ class Run(NamedTuple):
         return ", ".join(type(module).__name__ for module in modules[self.first : self.last + 1])
 
     def computed_by(self, modules: Sequence[Module]) -> str:
-        _, activation, _ = self.parts(modules)
-        return f"{self.kind}, {known_activation(activation)}"
+        layers, activation, _ = self.parts(modules)
+        name = known_activation(activation)
+        return f"{self.kind}, {name}{choices.note_on(self.kind, layers, activation, name)}"
 
 
 def _named(modules: Sequence[object]) -> list[tuple[str, object]]:
@@ -104,15 +115,22 @@ def is_plain_list(modules: Any) -> bool:
     return type(modules) is ModuleList and ModuleList.__iter__ is LIST_ITER
 
 
-def run_all(container: Any, runs: Sequence[tuple[Any, ...]], value: Any) -> Any:
-    """Call the modules one after another, with a fused op in place of each run that is plain."""
-    run_at = {run[1]: Run(*run) for run in runs}
+def run_all(owner: Module, loop: str, container: Any, runs: Sequence[tuple[Any, ...]], value: Any) -> Any:
+    """Call the modules one after another, with a fused op in place of each run that is plain and ours. ``loop`` is the
+    loop's name in the module whose forward it stands in."""
+    run_at, start = {run[1]: Run(*run) for run in runs}, value
+    left: list[str] = []
     modules, at = modules_of(container), 0
     while at < len(modules):
-        run = run_at.get(at)
-        if run is not None and run.is_plain(value, modules):
+        run, site = run_at.get(at), f"{loop}.{at}"
+        is_ours = None if run is None else run.is_ours(owner, site, value, modules)
+        if run is not None and is_ours:
             value, at = run.compute(value, modules), run.last + 1
-        else:
-            value, at = modules[at](value), at + 1
-            modules = modules_of(container)  # the call may have changed the container
+            continue
+        if is_ours is False:
+            left.append(site)
+        value, at = modules[at](value), at + 1
+        modules = modules_of(container)  # the call may have changed the container
+    if len(left) == len(runs):
+        choices.leave_loop(owner, loop, left, start)
     return value

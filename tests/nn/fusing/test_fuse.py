@@ -7,13 +7,12 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 from torch.testing import assert_close
-from torch.utils.checkpoint import checkpoint
 
 from mpkernels.functional import linear_act
 from mpkernels.nn import fuse, fusing, unfuse
 from mpkernels.nn.fusing import classes
 from tests.linear.choosing import forget_choices
-from tests.nn.fusing.models import Chain, Gated, GatedApart, Mlp, Packed, X, assert_computes, compiled, recorded_ops
+from tests.nn.fusing.models import Chain, Mlp, Packed, X, assert_computes, compiled, recorded_ops
 
 RELU = nn.ReLU()
 SEQUENTIALS = {
@@ -217,18 +216,3 @@ def test_other_calls_do_not_make_torch_compile_a_graph_again(monkeypatch):
     linear_act(torch.randn(3, 7), torch.randn(5, 7), None, "gelu")
     run(X)
     assert len(graphs) == 1
-
-
-@pytest.mark.parametrize("kind", [Mlp, Gated, GatedApart, Packed])
-def test_a_checkpoint_may_be_the_first_call(monkeypatch, kind):
-    """The forward runs twice, and must save the same tensors both times, although the selector has a choice the second
-    time."""
-    forget_choices(monkeypatch)
-    plain, model = kind(), kind()
-    fuse(model)
-    for it in (plain, model):
-        checkpoint(it, X.clone().requires_grad_(), use_reentrant=False).square().sum().backward()
-    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        assert (ours.grad is None) == (theirs.grad is None)
-        if ours.grad is not None:
-            torch.testing.assert_close(ours.grad, theirs.grad)

@@ -13,7 +13,7 @@ from tests.nn.fusing.models import Chain, Mlp, Packed, X
 def test_the_report_is_a_table():
     report = fuse(nn.Sequential(Chain(), Chain(), Packed(), UnknownActivation()))
     assert str(report) == (
-        "fused  what stood there                                         becomes a call of\n"
+        "fused  what stood there                                         computed by\n"
         "* (2)  fc2(dropout(act(fc1(x))))                                mlp, gelu\n"
         "2      gate, up = packed(x).chunk(2); fc2(function(gate) * up)  gated_mlp, silu\n"
         "\n"
