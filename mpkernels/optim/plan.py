@@ -39,15 +39,17 @@ class Plan:
         ledger: Ledger | None = None,
         parts: Parts | None = None,
         is_for_once: bool = False,
+        targets: list[Tensor] | None = None,
     ) -> None:
         """Make a plan of the optimizer's rows at ``places``. ``ledger`` holds the reports on skipped steps, and
         ``parts`` says how much each parameter counts in a norm over processes. ``is_for_once``: the plan makes a
-        single step, so C++ need not keep its states."""
+        single step, so C++ need not keep its states. ``targets``: what is stepped in the parameters' place."""
         self._rule, self._ops = rule, rule.ops
         self._places, self._takes_all = places, len(places) == len(all_rows)
         rows = [all_rows[i] for i in places]
         groups, params, states = zip(*((group, param, parts_in(state)) for group, param, state in rows), strict=True)
-        self._wholes, self.params = params, parts_of(params)  # a DTensor's part is what kernels take
+        self._wholes, self._parts = params, parts_of(params)  # a DTensor's part is what kernels take
+        self.params = self._parts if targets is None else targets
         self._is_sharded = are_any_sharded(params)
         self.device = self.params[0].device
         self._kinds = list(map(_kind, params))
@@ -87,7 +89,7 @@ class Plan:
 
     @property
     def _is_elsewhere(self) -> bool:
-        return not _are_same(parts_of(self._wholes), self.params)
+        return not _are_same(parts_of(self._wholes), self._parts)
 
     @property
     def first_has_moved(self) -> bool:

@@ -1,0 +1,50 @@
+"""Newton-Schulz's iteration over a stack of matrices, as torch.optim.Muon computes it for one."""
+
+from collections.abc import Iterable, Mapping
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Elements of a stack that are iterated at once. The iteration holds up to four bf16 tensors of that size, so half a
+# gigabyte, or of one matrix if that is larger.
+_AT_ONCE = 2**26
+
+
+def refuse_bad_numbers(groups: Iterable[Mapping[str, Any]]) -> None:
+    """Raise torch's errors for a group whose parameters are about to be stepped."""
+    for group in groups:
+        if group["ns_steps"] >= 100:
+            raise ValueError("Number of steps must be less than 100 for computational efficiency")
+        if len(group["ns_coefficients"]) != 3:
+            raise ValueError("Coefficients must be a tuple of exactly 3 values")
+
+
+def orthogonalize_(stack: Tensor, groups: list[Any]) -> None:
+    """Replace each matrix by the nearest orthogonal one, nearly, with the numbers of the group that it belongs to."""
+    first = 0
+    for (coefficients, steps, eps), run in groupby(map(_numbers, groups)):
+        count = len(list(run))
+        matrices = stack if count == len(groups) else stack[first : first + count]
+        if matrices.numel() > 0:
+            for chunk in matrices.split(max(1, _AT_ONCE // matrices[0].numel())):
+                _iterate_(chunk, coefficients, steps, eps)
+        first += count
+
+
+def _numbers(group: Mapping[str, Any]) -> tuple[tuple[float, ...], int, float]:
+    return tuple(group["ns_coefficients"]), group["ns_steps"], group["eps"]
+
+
+def _iterate_(matrices: Tensor, coefficients: tuple[float, ...], steps: int, eps: float) -> None:
+    a, b, c = coefficients
+    x = matrices.to(torch.bfloat16)
+    x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp_(min=eps)
+    is_tall = x.shape[1] > x.shape[2]
+    x = x.mT if is_tall else x
+    for _ in range(steps):
+        gram = torch.bmm(x, x.mT)
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, polynomial, x, beta=a)
+    matrices.copy_(x.mT if is_tall else x)
