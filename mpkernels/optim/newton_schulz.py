@@ -38,13 +38,19 @@ def _numbers(group: Mapping[str, Any]) -> tuple[tuple[float, ...], int, float]:
 
 
 def _iterate_(matrices: Tensor, coefficients: tuple[float, ...], steps: int, eps: float) -> None:
+    """A tall matrix is multiplied from the right, so that the Gram matrix is the smaller one."""
     a, b, c = coefficients
-    x = matrices.to(torch.bfloat16)
+    x = matrices.to(_dtype_for(matrices))
     x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp_(min=eps)
     is_tall = x.shape[1] > x.shape[2]
-    x = x.mT if is_tall else x
     for _ in range(steps):
-        gram = torch.bmm(x, x.mT)
+        gram = torch.bmm(x.mT, x) if is_tall else torch.bmm(x, x.mT)
         polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.baddbmm(x, polynomial, x, beta=a)
-    matrices.copy_(x.mT if is_tall else x)
+        x = torch.baddbmm(x, x, polynomial, beta=a) if is_tall else torch.baddbmm(x, polynomial, x, beta=a)
+    matrices.copy_(x)
+
+
+def _dtype_for(matrices: Tensor) -> torch.dtype:
+    """Return torch's bf16; fp32 for small matrices on a CPU, where oneDNN takes longer to begin than to multiply."""
+    is_small = matrices.numel() * min(matrices.shape[1:]) <= 2**20
+    return torch.float32 if is_small and matrices.device.type == "cpu" else torch.bfloat16
