@@ -125,7 +125,7 @@ def _checked(op: str, optimizer: torch.optim.Optimizer) -> Engine:
     optimizer = unwrapped(optimizer)
     if not isinstance(optimizer, Engine):
         kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-        raise TypeError(f"{op}: optimizer must be AdamW, Adam, SGD or Lion of mpkernels.optim, got {kind}")
+        raise TypeError(f"{op}: optimizer must be AdamW, Adam, SGD, Lion or Muon of mpkernels.optim, got {kind}")
     if optimizer._release is not None and optimizer._release._hooks:
         raise ValueError(f"{op}: optimizer must not release grads; call remove() on what release_grads() returned")
     return optimizer

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from mpkernels.ops._checks import suggests_options
 from mpkernels.ops.step.rules.muon import muon_
+from mpkernels.optim import group_options
 from mpkernels.optim.engine import Engine
 from mpkernels.optim.muon_plan import MuonPlan
 from mpkernels.optim.newton_schulz import refuse_bad_numbers
@@ -60,14 +61,18 @@ class Muon(Engine, torch.optim.Muon):
         max_norm: float | None = None,
         guard: bool | None = None,
         process_group: Any = None,
+        offload: bool = False,
     ) -> None:
         numbers: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "eps": eps}
-        self._take_options(master, state_dtype, max_norm, guard, process_group, **numbers)
+        self._take_options(master, state_dtype, max_norm, guard, process_group, offload, **numbers)
+        if offload:
+            raise ValueError("Muon: offload must be False: Newton-Schulz on the host would take longer than all else")
         numbers |= {"nesterov": nesterov, "ns_coefficients": ns_coefficients, "ns_steps": ns_steps}
         super().__init__(params, **numbers, adjust_lr_fn=adjust_lr_fn)
 
     def _plans_for(self, params: list[Tensor], grads: list[Any]) -> tuple[Any, list[Any]]:
         for group in self.param_groups:
+            group_options.check_numbers_of(self, group)  # the momentum must not move if the weights then can't
             stepped = [param for param in group["params"] if param.grad is not None]
             if any(map(torch.is_complex, stepped)):
                 raise RuntimeError("Muon does not support complex parameters")

@@ -50,7 +50,7 @@ class _Layout(NamedTuple):
     def of(cls, param: Tensor, buffer: Tensor) -> "_Layout":
         exchange, part = exchange_of(param), part_of(buffer)
         order = (0, 1) if exchange else tuple(order_of_memory(part))
-        dtype = torch.float64 if param.dtype == torch.float64 else torch.bfloat16  # an op's tensors are all fp64 or none
+        dtype = torch.float64 if param.dtype == torch.float64 else torch.bfloat16  # an op takes fp64 with fp64 alone
         return cls(tuple(part.permute(order).shape), order, dtype, exchange)
 
 
@@ -94,7 +94,8 @@ class MuonPlan:
             group, param, state = all_rows[i]
             by_layout[_Layout.of(param, state["momentum_buffer"])].append(i)
             by_rate[id(group), tuple(param.shape)].append(i)
-        self._stacks, updates = [], {}
+        self._stacks: list[_Stack] = []
+        updates: dict[int, Tensor] = {}
         for layout, there in by_layout.items():
             stack = _Stack(layout, [all_rows[i][0] for i in there], part_of(all_rows[there[0]][1]).device)
             self._stacks.append(stack)

@@ -1,7 +1,6 @@
 """Newton-Schulz's iteration over a stack of matrices, as torch.optim.Muon computes it for one."""
 
 from collections.abc import Iterable, Mapping
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -23,14 +22,12 @@ def refuse_bad_numbers(groups: Iterable[Mapping[str, Any]]) -> None:
 
 def orthogonalize_(stack: Tensor, groups: list[Any]) -> None:
     """Replace each matrix by the nearest orthogonal one, nearly, with the numbers of the group that it belongs to."""
-    first = 0
-    for (coefficients, steps, eps), run in groupby(map(_numbers, groups)):
-        count = len(list(run))
-        matrices = stack if count == len(groups) else stack[first : first + count]
-        if matrices.numel() > 0:
-            for chunk in matrices.split(max(1, _AT_ONCE // matrices[0].numel())):
-                _iterate_(chunk, coefficients, steps, eps)
-        first += count
+    numbers, first = [_numbers(group) for group in groups], 0
+    at_once = max(1, _AT_ONCE // max(1, stack.shape[1] * stack.shape[2]))
+    for i in range(1, len(groups) + 1):
+        if i == len(groups) or i - first == at_once or numbers[i] != numbers[first]:
+            _iterate_(stack if i - first == len(groups) else stack[first:i], *numbers[first])
+            first = i
 
 
 def _numbers(group: Mapping[str, Any]) -> tuple[tuple[float, ...], int, float]:
@@ -39,6 +36,8 @@ def _numbers(group: Mapping[str, Any]) -> tuple[tuple[float, ...], int, float]:
 
 def _iterate_(matrices: Tensor, coefficients: tuple[float, ...], steps: int, eps: float) -> None:
     """A tall matrix is multiplied from the right, so that the Gram matrix is the smaller one."""
+    if matrices.numel() == 0:
+        return
     a, b, c = coefficients
     x = matrices.to(_dtype_for(matrices))
     x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp_(min=eps)

@@ -4,7 +4,7 @@ import math
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import chain, groupby, repeat
+from itertools import chain, repeat
 from operator import is_, itemgetter
 from typing import Any
 
@@ -211,8 +211,8 @@ def _unseen(function: Callable[..., None], *arguments: Any) -> None:
 
 def _runs_of(groups: Sequence[Group]) -> tuple[list[Group], list[int]]:
     """Return each group once, and how many parameters it has here."""
-    runs = [list(run) for _, run in groupby(groups, key=id)]
-    return [run[0] for run in runs], list(map(len, runs))
+    firsts = [i for i, group in enumerate(groups) if i == 0 or group is not groups[i - 1]]
+    return [groups[i] for i in firsts], [end - i for i, end in zip(firsts, [*firsts[1:], len(groups)], strict=True)]
 
 
 def _lists_of(
