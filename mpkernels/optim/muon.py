@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpkernels._shared.parameters import are_any_sharded, params_of
 from mpkernels.ops._checks import suggests_options
 from mpkernels.ops.step.rules.muon import muon_
 from mpkernels.optim import group_options
@@ -84,7 +85,7 @@ class Muon(Engine, torch.optim.Muon):
     def is_guarded(self, has_16_bit_parameters: bool, handed: Handed = NOTHING) -> bool:
         """Return whether a step checks its grads. It does where processes exchange matrices, so that none is left
         waiting for one that has failed."""
-        is_sharded = self._agreement.parts is not None
+        is_sharded = are_any_sharded(params_of(self))
         if is_sharded and self.guard is False:
             raise ValueError("Muon: guard must be None or True with sharded params, got False")
         return is_sharded or super().is_guarded(has_16_bit_parameters, handed)

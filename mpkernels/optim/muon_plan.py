@@ -62,6 +62,11 @@ class _Stack:
         self._groups, self._exchange = groups, layout.exchange
         self.views = [update.permute(layout.order) for update in self._updates.unbind()]
 
+    @property
+    def is_exchanged(self) -> bool:
+        """Whether other processes hold parts of the matrices."""
+        return self._exchange is not None
+
     def orthogonalize(self, turn: int) -> int:
         """Replace the updates by orthogonal matrices. Return whose turn it is to work on the next stack's first."""
         if self._exchange is None:
@@ -110,8 +115,15 @@ class MuonPlan:
             rows += [(scaled, all_rows[i][1], _among(all_rows[i][2], True)) for i in there]
         self._weights = Plan(_SGD, rows, list(range(len(rows))), None, None, is_for_once)
         self._updates = [updates[i] for there in by_rate.values() for i in there]
-        self.device, self.look = self._momentum.device, self._momentum.look
+        self.device = self._momentum.device
         self.has_16_bit_parameters = self._weights.has_16_bit_parameters
+
+    def look(self, grads: list[Any]) -> tuple[Tensor, Tensor]:
+        """Return the sum of the grads' squares, and whether one holds an inf or NaN."""
+        if any(stack.is_exchanged for stack in self._stacks):  # other processes must hear of an error before they wait
+            self._momentum.check(grads)
+            self._weights.check(self._updates)
+        return self._momentum.look(grads)
 
     @property
     def has_moved(self) -> bool:

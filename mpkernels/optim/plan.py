@@ -118,6 +118,11 @@ class Plan:
         self._ops.step(params, self._grads_here(grads), *self._lists, *shared)
         self._increment_versions([])
 
+    def check(self, grads: list[Any]) -> None:
+        """Raise what a step with these grads would raise, and name what is wrong."""
+        params = list(map(real, self.params)) if self._is_complex else self.params
+        self._ops.step._check(params, self._grads_here(grads), *self._lists, *self._shared(Verdict(), None, None))
+
     def _step_in_one_call(
         self, grads: list[Any], verdict: Verdict, max_norm: float | None, skipped_steps: Tensor | None, looks: bool
     ) -> bool:
