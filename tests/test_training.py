@@ -151,7 +151,9 @@ MUON_CASES = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "dtype", "options", "distance"), MUON_CASES, ids=lambda it: getattr(it, "__name__", str(it)))
+@pytest.mark.parametrize(
+    ("kind", "dtype", "options", "distance"), MUON_CASES, ids=lambda it: getattr(it, "__name__", str(it))
+)
 def test_every_seed_learns_by_muon_what_it_learns_in_fp32(kind, dtype, options, distance):
     apart = trained_by_muon(kind, AdamW, dtype, **options)
     apart -= trained_by_muon(torch.optim.Muon, torch.optim.AdamW, F32)

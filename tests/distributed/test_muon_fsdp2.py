@@ -113,11 +113,11 @@ def a_process_that_fails_leaves_no_other_waiting(rank):
 def what_isnt_served_is_refused(rank):
     param = nn.Parameter(distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (2, 2)), [Shard(0), Shard(1)]))
     param.grad = torch.ones_like(param)
-    with pytest.raises(ValueError, match="^Muon: params must be sharded over one dimension of a mesh"):
+    with pytest.raises(ValueError, match=r"^Muon: params must be sharded over one dimension of a mesh"):
         Muon([param]).step()
     _, parts = matrices([(8, 8)], 0)
     parts[0].grad = torch.ones_like(parts[0])
-    with pytest.raises(ValueError, match="^Muon: guard must be None or True with sharded params, got False$"):
+    with pytest.raises(ValueError, match=r"^Muon: guard must be None or True with sharded params, got False$"):
         Muon(parts, guard=False).step()
     distributed.barrier()
 
