@@ -1,24 +1,12 @@
-"""Brings the parts of sharded matrices together for work that needs whole ones: each process gets some of the matrices,
-and gives everybody's parts back."""
+"""Brings the parts of sharded matrices together for work that needs whole ones: each process does it on some."""
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed
 
 from mpkernels._shared.parameters import is_sharded
-
-
-class Owned(NamedTuple):
-    """How many matrices of a stack each process works on: those of the first process come first."""
-
-    counts: list[int]
-    rank: int
-
-    def mine(self, items: Sequence[Any]) -> list[Any]:
-        first = sum(self.counts[: self.rank])
-        return list(items[first : first + self.counts[self.rank]])
 
 
 class Exchange(NamedTuple):
@@ -28,56 +16,38 @@ class Exchange(NamedTuple):
     dim: int  # along which the matrices are parted
     shape: tuple[int, ...]  # of a whole matrix
 
-    def owned(self, matrices: int, turn: int) -> Owned:
-        """Share matrices out, one to each process by turns. ``turn``: which process is first to get one more."""
-        size = distributed.get_world_size(self.group)
-        each, rest = divmod(matrices, size)
-        counts = [each + ((rank - turn) % size < rest) for rank in range(size)]
-        return Owned(counts, distributed.get_rank(self.group))
-
-    def gather(self, parts: Tensor, owned: Owned) -> Tensor:
-        """Return this process's matrices, whole."""
-        lengths = self._lengths(len(owned.counts))
-        shapes = [self._with_length(owned.counts[owned.rank], length) for length in lengths]
-        sizes = [shape.numel() for shape in shapes]
-        flat = parts.new_empty(sum(sizes))
-        distributed.all_to_all_single(flat, parts.flatten(), sizes, _sizes(parts, owned), self.group)
-        pieces = [it.view(shape) for it, shape in zip(flat.split(sizes), shapes, strict=True)]
-        return torch.cat(pieces, 1 + self.dim)
-
-    def scatter(self, wholes: Tensor, parts: Tensor, owned: Owned) -> None:
-        """Fill everybody's parts from the matrices that each has."""
-        pieces = wholes.split(self._lengths(len(owned.counts)), 1 + self.dim)
-        flat = torch.cat([piece.flatten() for piece in pieces])
-        sizes = [piece.numel() for piece in pieces]
-        distributed.all_to_all_single(parts.view(-1), flat, _sizes(parts, owned), sizes, self.group)
-
-    def _lengths(self, size: int) -> list[int]:
-        """Return how much of the parted dimension each process has: as DTensor parts it."""
-        length = self.shape[self.dim]
-        each = -(-length // size)
-        return [min(max(length - rank * each, 0), each) for rank in range(size)]
-
-    def _with_length(self, matrices: int, length: int) -> torch.Size:
-        shape = list(self.shape)
-        shape[self.dim] = length
-        return torch.Size((matrices, *shape))
-
-
-def _sizes(parts: Tensor, owned: Owned) -> list[int]:
-    return [count * parts[0].numel() for count in owned.counts]
+    def work_on_wholes(self, parts: Tensor, turn: int, work: Callable[[Tensor, slice], None]) -> None:
+        """Have each process change its share of the matrices in place, and get its parts of all matrices back. ``work``
+        takes whole matrices, and which of all they are. ``turn``: which process is the first to get one more."""
+        size, rank, length = (
+            distributed.get_world_size(self.group),
+            distributed.get_rank(self.group),
+            self.shape[self.dim],
+        )
+        each, rest = divmod(len(parts), size)
+        counts = [each + ((i - turn) % size < rest) for i in range(size)]
+        first, longest = sum(counts[:rank]), -(-length // size)
+        wholes = parts.new_empty(counts[rank], *self.shape)
+        lengths = [min(max(length - i * longest, 0), longest) for i in range(size)]  # as DTensor parts it
+        pieces = wholes.split(lengths, 1 + self.dim)
+        theirs, ours = [count * parts[0].numel() for count in counts], [piece.numel() for piece in pieces]
+        flat = parts.new_empty(sum(ours))
+        distributed.all_to_all_single(flat, parts.flatten(), ours, theirs, self.group)
+        for piece, received in zip(pieces, flat.split(ours), strict=True):
+            piece.copy_(received.view(piece.shape))
+        work(wholes, slice(first, first + counts[rank]))
+        torch.cat([piece.flatten() for piece in pieces], out=flat)
+        distributed.all_to_all_single(parts.view(-1), flat, theirs, ours, self.group)
 
 
 def exchange_of(param: Any) -> Exchange | None:
     """Return the processes that hold the other parts of a matrix; None if it is whole here."""
-    if not is_sharded(param):
+    if not is_sharded(param) or all(placement.is_replicate() for placement in param.placements):
         return None
-    mesh, placements = param.device_mesh, param.placements
-    if all(placement.is_replicate() for placement in placements):
-        return None
-    if mesh.ndim != 1 or not placements[0].is_shard():
+    mesh, (placement, *others) = param.device_mesh, param.placements
+    if others or not placement.is_shard():
         raise ValueError(
-            f"Muon: params must be sharded over one dimension of a mesh, as FSDP2 does it, got {tuple(placements)}; "
-            "HSDP and FSDP2 with tensor parallelism aren't served"
+            f"Muon: params must be sharded over one dimension of a mesh, as by FSDP2, got {param.placements}; HSDP and "
+            "FSDP2 with tensor parallelism aren't served"
         )
-    return Exchange(mesh.get_group(), placements[0].dim % param.ndim, tuple(param.shape))
+    return Exchange(mesh.get_group(), placement.dim % param.ndim, tuple(param.shape))

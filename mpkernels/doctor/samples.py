@@ -11,7 +11,6 @@ from mpkernels.ops.step.rule import Rule
 from mpkernels.ops.step.rules.adam import adam_
 from mpkernels.ops.step.rules.adamw import adamw_
 from mpkernels.ops.step.rules.lion import lion_
-from mpkernels.ops.step.rules.muon import muon_
 from mpkernels.ops.step.rules.sgd import sgd_
 
 F16, B16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -198,7 +197,7 @@ SAMPLES: dict[str, list[Sample]] = {
         Sample(lambda device: (grads(device, *SPECIALS),), SUMS),
     ],
     "update_scale_": [Sample(scale_state), Sample(lambda device: scale_state(device, 0.0))],
-    **{it.rule.op: steps_by(it.rule) for it in (adam_, adamw_, lion_, muon_, sgd_)},
+    **{it.rule.op: steps_by(it.rule) for it in (adam_, adamw_, lion_, sgd_)},
     "overflow_": [Sample(overflown)],
     "linear_act": [
         *in_dtypes(

@@ -10,7 +10,6 @@ from mpkernels.ops.linear.linear_gated import _linear_dgated, _linear_gated  # n
 from mpkernels.ops.step.rules.adam import adam_
 from mpkernels.ops.step.rules.adamw import adamw_
 from mpkernels.ops.step.rules.lion import lion_
-from mpkernels.ops.step.rules.muon import muon_
 from mpkernels.ops.step.rules.sgd import sgd_
 
 __all__ = [
@@ -20,7 +19,6 @@ __all__ = [
     "grad_stats",
     "linear_dact",
     "lion_",
-    "muon_",
     "overflow_",
     "sgd_",
     "unscale_",

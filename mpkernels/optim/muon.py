@@ -1,6 +1,6 @@
 """Muon with fp32 master weights, under the names and options of torch.optim.Muon."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -8,17 +8,11 @@ from torch import Tensor
 
 from mpkernels._shared.parameters import are_any_sharded, params_of
 from mpkernels.ops._checks import suggests_options
-from mpkernels.ops.step.rules.muon import muon_
 from mpkernels.optim import group_options
 from mpkernels.optim.engine import Engine
-from mpkernels.optim.muon_plan import MuonPlan
+from mpkernels.optim.muon_plan import MOMENTUM, MuonPlan
 from mpkernels.optim.newton_schulz import refuse_bad_numbers
-from mpkernels.optim.optimizer_rule import OptimizerRule
 from mpkernels.optim.under_scaler import NOTHING, Handed
-
-
-def _hyperparameters(group: Mapping[str, Any]) -> tuple[Any, ...]:
-    return group["momentum"], group["nesterov"]
 
 
 class Muon(Engine, torch.optim.Muon):
@@ -32,7 +26,7 @@ class Muon(Engine, torch.optim.Muon):
         params: the matrices, or groups of them.
         lr: the learning rate; a tensor is allowed.
         weight_decay: the decoupled weight decay: a step first multiplies each weight by 1 - lr * weight_decay.
-        momentum: how much of the momentum buffer each step keeps; a tensor is allowed.
+        momentum: how much of the momentum buffer each step keeps.
         nesterov: whether to step by the grad's share and the buffer's, instead of by the buffer alone.
         ns_coefficients: the three coefficients of Newton-Schulz's polynomial.
         eps: the least norm that a matrix is divided by.
@@ -41,7 +35,7 @@ class Muon(Engine, torch.optim.Muon):
             ``"match_rms_adamw"``.
     """
 
-    _rule = OptimizerRule(muon_, _hyperparameters)
+    _rule = MOMENTUM
     _plan = MuonPlan
 
     @suggests_options
@@ -50,7 +44,7 @@ class Muon(Engine, torch.optim.Muon):
         params: Iterable[Any],
         lr: float | Tensor = 1e-3,
         weight_decay: float = 0.1,
-        momentum: float | Tensor = 0.95,
+        momentum: float = 0.95,
         nesterov: bool = True,
         ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
         eps: float = 1e-7,
@@ -81,6 +75,11 @@ class Muon(Engine, torch.optim.Muon):
                 raise ValueError("Param gradient must be a 2D matrix")
             refuse_bad_numbers([group] if stepped else [])
         return super()._plans_for(params, grads)
+
+    def _state_of(self, param: Tensor, grad: Tensor | None, group: dict[str, Any]) -> dict[str, Tensor]:
+        state = super()._state_of(param, grad, group)
+        state["step"].clamp_(min=1)  # SGD's first step would set the momentum to the grad
+        return state
 
     def is_guarded(self, has_16_bit_parameters: bool, handed: Handed = NOTHING) -> bool:
         """Return whether a step checks its grads. It does where processes exchange matrices, so that none is left

@@ -21,21 +21,24 @@ from mpkernels.optim.step_plan import Verdict
 from mpkernels.overflow.ledger import Ledger
 
 
-def _scaled(scaled: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return SGD's hyperparameters: its grad is the update, and weight_decay doesn't follow a shape's learning rate."""
-    group, ratio = scaled["group"], scaled["ratio"]
-    return group["lr"] * ratio, group["weight_decay"] / ratio, 0.0, 0.0, False
+# SGD's rule computes Muon, too. With a momentum of m, the momentum's step steps what is 0 by lr = m - 1, so that the
+# update is left: (1 - m) * (grad + m / (1 - m) * buffer), or the buffer, which is m * buffer + (1 - m) * grad.
+def _momentum(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    momentum = float(group["momentum"])
+    if not group["nesterov"] or momentum == 1:
+        return -1.0, 0.0, momentum, momentum, 0.0
+    return momentum - 1, 0.0, momentum, momentum, 1 / (1 - momentum)
 
 
-_SGD = OptimizerRule(sgd_, _scaled)
+# The weights' step takes the orthogonalized updates for grads. The decay doesn't follow the learning rate of a shape.
+def _weights(scaled: Mapping[str, Any]) -> tuple[Any, ...]:
+    group, (rows, columns) = scaled["group"], scaled["shape"]
+    is_like_adamw = group["adjust_lr_fn"] == "match_rms_adamw"
+    ratio = 0.2 * math.sqrt(max(1, rows, columns)) if is_like_adamw else math.sqrt(max(1, rows / max(1, columns)))
+    return group["lr"] * ratio, group["weight_decay"] / ratio, 0.0, 0.0, 0.0
 
 
-def _ratio(adjust_lr_fn: str | None, shape: Sequence[int]) -> float:
-    """Return by how much the learning rate of matrices of this shape is larger, as torch.optim.Muon has it."""
-    rows, columns = shape
-    if 0 in shape:
-        return 1.0
-    return 0.2 * math.sqrt(max(shape)) if adjust_lr_fn == "match_rms_adamw" else math.sqrt(max(1, rows / columns))
+MOMENTUM, _WEIGHTS = OptimizerRule(sgd_, _momentum, lambda _: True), OptimizerRule(sgd_, _weights)
 
 
 class _Layout(NamedTuple):
@@ -46,37 +49,28 @@ class _Layout(NamedTuple):
     dtype: torch.dtype
     exchange: Exchange | None
 
-    @classmethod
-    def of(cls, param: Tensor, buffer: Tensor) -> "_Layout":
-        exchange, part = exchange_of(param), part_of(buffer)
-        order = (0, 1) if exchange else tuple(order_of_memory(part))
-        dtype = torch.float64 if param.dtype == torch.float64 else torch.bfloat16  # an op takes fp64 with fp64 alone
-        return cls(tuple(part.permute(order).shape), order, dtype, exchange)
+
+def _layout(param: Tensor, buffer: Tensor) -> _Layout:
+    exchange, part = exchange_of(param), part_of(buffer)
+    order = (0, 1) if exchange else tuple(order_of_memory(part))
+    dtype = torch.float64 if param.dtype == torch.float64 else torch.bfloat16  # an op takes fp64 with fp64 alone
+    return _Layout(tuple(part.permute(order).shape), order, dtype, exchange)
 
 
 class _Stack:
     """The updates of some matrices, side by side in memory."""
 
     def __init__(self, layout: _Layout, groups: list[Group], device: torch.device) -> None:
-        self._updates = torch.zeros(len(groups), *layout.shape, dtype=layout.dtype, device=device)
-        self._groups, self._exchange = groups, layout.exchange
-        self.views = [update.permute(layout.order) for update in self._updates.unbind()]
+        self.updates = torch.empty(len(groups), *layout.shape, dtype=layout.dtype, device=device)
+        self.groups, self.exchange = groups, layout.exchange
+        self.views = [update.permute(layout.order) for update in self.updates.unbind()]
 
-    @property
-    def is_exchanged(self) -> bool:
-        """Whether other processes hold parts of the matrices."""
-        return self._exchange is not None
-
-    def orthogonalize(self, turn: int) -> int:
-        """Replace the updates by orthogonal matrices. Return whose turn it is to work on the next stack's first."""
-        if self._exchange is None:
-            orthogonalize_(self._updates, self._groups)
-            return turn
-        owned = self._exchange.owned(len(self._groups), turn)
-        wholes = self._exchange.gather(self._updates, owned)
-        orthogonalize_(wholes, owned.mine(self._groups))
-        self._exchange.scatter(wholes, self._updates, owned)
-        return turn + len(self._groups)
+    def orthogonalize(self, turn: int) -> None:
+        """Replace the updates by orthogonal matrices. ``turn``: which process is to work on one more than others."""
+        if self.exchange is None:
+            orthogonalize_(self.updates, self.groups)
+        else:
+            self.exchange.work_on_wholes(self.updates, turn, lambda it, which: orthogonalize_(it, self.groups[which]))
 
 
 class MuonPlan:
@@ -97,7 +91,7 @@ class MuonPlan:
         by_layout, by_rate = defaultdict(list), defaultdict(list)
         for i in places:
             group, param, state = all_rows[i]
-            by_layout[_Layout.of(param, state["momentum_buffer"])].append(i)
+            by_layout[_layout(param, state["momentum_buffer"])].append(i)
             by_rate[id(group), tuple(param.shape)].append(i)
         self._stacks: list[_Stack] = []
         updates: dict[int, Tensor] = {}
@@ -110,17 +104,16 @@ class MuonPlan:
         self._momentum = Plan(rule, bare, places, ledger, parts, is_for_once, targets)
         rows = []
         for (_, shape), there in by_rate.items():
-            group = all_rows[there[0]][0]
-            scaled = {"group": group, "ratio": _ratio(group["adjust_lr_fn"], shape), "maximize": False}
+            scaled = {"group": all_rows[there[0]][0], "shape": shape, "maximize": False}
             rows += [(scaled, all_rows[i][1], _among(all_rows[i][2], True)) for i in there]
-        self._weights = Plan(_SGD, rows, list(range(len(rows))), None, None, is_for_once)
+        self._weights = Plan(_WEIGHTS, rows, list(range(len(rows))), None, None, is_for_once)
         self._updates = [updates[i] for there in by_rate.values() for i in there]
         self.device = self._momentum.device
         self.has_16_bit_parameters = self._weights.has_16_bit_parameters
 
     def look(self, grads: list[Any]) -> tuple[Tensor, Tensor]:
         """Return the sum of the grads' squares, and whether one holds an inf or NaN."""
-        if any(stack.is_exchanged for stack in self._stacks):  # other processes must hear of an error before they wait
+        if any(stack.exchange for stack in self._stacks):  # other processes must hear of an error before they wait
             self._momentum.check(grads)
             self._weights.check(self._updates)
         return self._momentum.look(grads)
@@ -136,6 +129,7 @@ class MuonPlan:
         self, grads: list[Any], verdict: Verdict, max_norm: float | None, skipped_steps: Tensor | None
     ) -> bool:
         """Look at the grads and step, if C++ has a call that looks and moves the momentum; else return False."""
+        self._clear()
         has_stepped = self._momentum.look_and_step(grads, verdict, max_norm, skipped_steps)
         if has_stepped:
             self._step_weights(verdict.outcome)
@@ -148,14 +142,20 @@ class MuonPlan:
         outcome = verdict.outcome
         if outcome is None and (verdict.found_inf is not None or verdict.grad_scale is not None):
             outcome = torch.empty(2, dtype=torch.float32, device=self.device)
+        self._clear()
         self._momentum.step(grads, verdict._replace(outcome=outcome), max_norm, skipped_steps)
         self._step_weights(outcome)
 
+    def _clear(self) -> None:
+        for stack in self._stacks:
+            stack.updates.zero_()
+
     def _step_weights(self, outcome: Tensor | None) -> None:
-        """Orthogonalize the updates and step by them. A skipped step has left old ones in the stacks."""
+        """Orthogonalize the updates, which are 0 in a skipped step, and step by them."""
         turn = 0
         for stack in self._stacks:
-            turn = stack.orthogonalize(turn)
+            stack.orthogonalize(turn)
+            turn += len(stack.groups)
         self._weights.step(self._updates, Verdict(found_inf=None if outcome is None else outcome[1]))
 
 

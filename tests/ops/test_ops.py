@@ -215,7 +215,7 @@ ERRORS = [
      "linear_dgated: weight must have shape (3, 2), got (3, 3)"),
     (mpkernels.backends, ("unscale",), ValueError,
      "backends: op must be one of adam_, adamw_, grad_stats, linear_act, linear_act_backward, linear_dact, "
-     "linear_dgated, linear_gated, lion_, muon_, overflow_, sgd_, unscale_, update_scale_, got 'unscale'"),
+     "linear_dgated, linear_gated, lion_, overflow_, sgd_, unscale_, update_scale_, got 'unscale'"),
     (mpkernels.backend("fastest").__enter__, (), ValueError,
      "backend: name must be one of native, triton, reference, got 'fastest'"),
 ]  # fmt: skip

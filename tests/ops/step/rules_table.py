@@ -13,7 +13,6 @@ from mpkernels.ops.step.op import StepOps
 from mpkernels.ops.step.rules.adam import adam_
 from mpkernels.ops.step.rules.adamw import adamw_
 from mpkernels.ops.step.rules.lion import lion_
-from mpkernels.ops.step.rules.muon import muon_
 from mpkernels.ops.step.rules.sgd import sgd_
 from mpkernels.ops.step.split import join, split
 from tests.hard_grads import same_bits
@@ -38,21 +37,6 @@ class LionInPlainTorch(torch.optim.Optimizer):
                 update = torch.sign(beta1 * m + (1 - beta1) * p.grad)
                 p.sub_(group["lr"] * (update + group["weight_decay"] * p))
                 m.copy_(beta2 * m + (1 - beta2) * p.grad)
-
-
-class MuonsUpdate(torch.optim.Optimizer):
-    """The parameters become what torch.optim.Muon hands to Newton-Schulz."""
-
-    def __init__(self, params, momentum, nesterov):
-        super().__init__(params, {"momentum": momentum, "nesterov": nesterov})
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            for p in (it for it in group["params"] if it.grad is not None):
-                buffer = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
-                buffer.lerp_(p.grad, 1 - group["momentum"])
-                p.copy_(p.grad.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer)
 
 
 class Line(NamedTuple):
@@ -95,9 +79,6 @@ RULES = {
         {"lr": (1e-3, 1e-4), "beta1": (0.9, 0.8), "beta2": (0.99, 0.95), "weight_decay": (0.1, 0.0)},
         LionInPlainTorch,
         _lion_options,
-    ),
-    "muon": Line(
-        muon_, {"momentum": (0.95, 0.5), "nesterov": (0.0, 1.0)}, MuonsUpdate, lambda hypers, _: hypers
     ),
 }  # fmt: skip
 
