@@ -13,7 +13,7 @@ from tests.networks import B16
 from tests.optim.optimizers import all_same_bits, assert_same_states, saved_numbers
 from tests.optim.test_plan import random_tensors
 
-SHAPES = [(8, 8), (24, 8), (8, 24), (1, 5), (5, 1), (1, 1), (8, 8), (30, 20), (120, 100), (0, 4)]
+SHAPES = [(8, 8), (24, 8), (8, 24), (1, 5), (5, 1), (8, 8), (30, 20), (120, 100), (0, 4)]
 COEFFICIENTS = 3.4445, -4.7750, 2.0315
 
 
@@ -54,6 +54,14 @@ def test_it_follows_torchs_within_the_roundings_of_newton_schulz(target, options
         torch.testing.assert_close(a.cpu(), b, rtol=0, atol=3 * 0.02 * rate * 2**-4)
         buffers = optimizer.state[a]["momentum_buffer"].cpu(), reference.state[b]["momentum_buffer"]
         torch.testing.assert_close(*buffers, rtol=1e-6, atol=1e-6)
+
+
+def test_a_matrix_of_one_number_moves_as_torchs():
+    ours, theirs = (torch.nn.Parameter(torch.ones(1, 1)) for _ in range(2))
+    for param, kind in ((ours, Muon), (theirs, torch.optim.Muon)):
+        param.grad = torch.full_like(param, 3.0)
+        kind([param], lr=0.1).step()
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0.1 * 2**-6)
 
 
 def exact(matrix):
