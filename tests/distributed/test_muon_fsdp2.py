@@ -14,6 +14,7 @@ from mpkernels.amp import GradScaler
 from mpkernels.optim import Muon
 from tests.distributed.counted import Counted
 from tests.distributed.sharding import WORLD, mesh_of, network, shard, trained, wholes
+from tests.distributed.test_masters_wrapper_fsdp2 import checkpoints_go_both_ways
 from tests.hard_grads import same_bits
 from tests.networks import B16
 from tests.processes import in_processes, run_checks, spawn
@@ -125,7 +126,7 @@ def what_isnt_served_is_refused(rank):
 CHECKS = (
     *(four_processes_train_as_one, parts_of_rows_or_columns_step_as_wholes_do),
     *(parts_travel_once_to_their_owner_and_back, a_process_that_fails_leaves_no_other_waiting),
-    what_isnt_served_is_refused,
+    *(what_isnt_served_is_refused, partial(checkpoints_go_both_ways, make=make)),
 )
 
 
