@@ -209,7 +209,6 @@ class Ops(TorchDispatchMode):
 @pytest.mark.parametrize("options", [{}, {"max_norm": 1.0, "state_dtype": torch.int8}], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, B16], ids=str)
 def test_a_step_dispatches_few_ops_and_reads_nothing_back(target, shapes, most, dtype, options):
-    """Masters(torch.optim.Muon) dispatches thousands for the same matrices."""
     params = matrices(shapes, dtype, target.device)
     optimizer = Muon(params, **options)
     for seed in range(2):
@@ -217,6 +216,15 @@ def test_a_step_dispatches_few_ops_and_reads_nothing_back(target, shapes, most, 
         with Ops() as ops:
             optimizer.step()
     assert ops.count <= most
+
+
+def test_torchs_step_dispatches_more_than_25_ops_a_matrix():
+    params = matrices([(8, 8)] * 16)
+    give(params, 0)
+    optimizer = torch.optim.Muon(params)
+    with Ops() as ops:
+        optimizer.step()
+    assert ops.count > 25 * 16
 
 
 def test_large_stacks_are_iterated_part_by_part(monkeypatch):

@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch import nn
 
+from mpkernels.amp import clip_grad_norm_
 from mpkernels.optim import AdamW, Muon, split_params
 from tests.networks import network
+from tests.optim.optimizers import each_scaler_and_none, scaler_of
 
 
 class Tied(nn.Module):
@@ -57,11 +59,23 @@ def test_bad_arguments_are_named():
         split_params([])
 
 
-def test_both_optimizers_train_the_whole_model():
-    model = network()
+@each_scaler_and_none
+@pytest.mark.parametrize("clips", [False, True])
+def test_both_optimizers_train_the_whole_model_under_one_scaler(whose, clips):
+    model, scaler = network(), scaler_of(whose, init_scale=8.0)
     before = [it.detach().clone() for it in model.parameters()]
     matrices, others = split_params(model)
-    model(torch.ones(2, 20)).sum().backward()
-    for optimizer in (Muon(matrices), AdamW(others)):
-        optimizer.step()
+    optimizers = Muon(matrices, guard=True), AdamW(others, guard=True)
+    for bad in (torch.inf, 0.0):
+        model.zero_grad()
+        scaler.scale(model(torch.ones(2, 20)).sum()).backward()
+        matrices[0].grad[0, 0] += bad
+        for optimizer in optimizers:
+            scaler.unscale_(optimizer)
+        if clips:
+            assert clip_grad_norm_(model.parameters(), 1.0).isfinite() == (bad == 0)
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+    assert [int(it.skipped_steps) for it in optimizers] == [1, 0]
     assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
