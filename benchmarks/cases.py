@@ -25,9 +25,16 @@ from mpkernels.bench.settings import FOUR_LARGE, HUNDRED, THOUSAND, Place, Setti
 TUNED = "torch.compile max-autotune"
 LIGER = "liger-kernel"
 SHORT = Sizes("20x350k", ((350_000,),) * 20)
+
+
+def _gpt2(width: int) -> tuple[tuple[int, int], ...]:
+    """Return the shapes of 24 of GPT-2's layers."""
+    return ((3 * width, width), (width, width), (4 * width, width), (width, 4 * width)) * 24
+
+
 MATRICES = {  # for Muon. On CPUs they are small, because bf16 products are slow on many.
-    "cpu": Sizes("4x96x96", ((96, 96),) * 4),
-    "cuda": Sizes("16x1024x1024", ((1024, 1024),) * 16),
+    "cpu": (Sizes("4x96x96", ((96, 96),) * 4), Sizes("16x8x8", ((8, 8),) * 16), Sizes("gpt2-128", _gpt2(128))),
+    "cuda": (Sizes("16x1024x1024", ((1024, 1024),) * 16), Sizes("gpt2-1024", _gpt2(1024))),
 }
 
 
@@ -83,10 +90,8 @@ def _steps_without_scaler(place: Place) -> Iterator[Benchmark]:
             for variant, share in (("imports", 1.0), ("imports-clipping", 0.999)):
                 prepare = partial(steps.compare_imports, setting, share)
                 yield Benchmark("step", setting, prepare, "adamw_", WITHOUT_SCALER, variant)
-    for dtype in ("bf16", "fp16"):
-        setting = Setting(place, dtype, MATRICES[place.device])
-        prepare = partial(optimizers.compare_muon, setting)
-        yield Benchmark("step", setting, prepare, "grad_stats", "torch Muon", "masters-muon")
+    for sizes in MATRICES[place.device]:
+        yield from optimizers.muons(place, sizes)
 
 
 def _linear(place: Place) -> Iterator[Benchmark]:

@@ -12,7 +12,7 @@ import mpkernels
 from mpkernels.doctor.samples import SAMPLES
 from mpkernels.nn import LinearAct
 from mpkernels.ops import _registry
-from mpkernels.optim import SGD, Adam, AdamW, Lion
+from mpkernels.optim import SGD, Adam, AdamW, Lion, Muon
 
 
 def calls(device: torch.device) -> int:
@@ -33,8 +33,8 @@ def steps(device: torch.device) -> None:
         (torch.float16, {"guard": True, "master": "fp32"}),
     ):
         network = LinearAct(33, 129, device=device, dtype=dtype)
-        for make in (AdamW, Adam, partial(SGD, momentum=0.9), SGD, Lion):
-            optimizer = make(network.parameters(), **options)
+        for make in (AdamW, Adam, partial(SGD, momentum=0.9), SGD, Lion, Muon):
+            optimizer = make([it for it in network.parameters() if make is not Muon or it.ndim == 2], **options)
             for _ in range(2):
                 network(torch.randn(17, 33, device=device, dtype=dtype)).float().square().mean().backward()
                 optimizer.step()

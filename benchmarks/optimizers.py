@@ -1,4 +1,4 @@
-"""Each optimizer's step beside torch's fused class, Lion's beside torch-optimi's; Masters of Muon; the cost of reports.
+"""Each optimizer's step beside torch's fused class, Lion's beside torch-optimi's; Muons; the cost of reports.
 
 The bytes moved allow these multiples of torch's speed, with fp32 weights: with clipping 1.25 for AdamW and Adam, 1.33
 for SGD with momentum, 1.5 without momentum; with clipping and a scaler 1.5, 1.67 and 2; with neither 1 for AdamW and
@@ -11,14 +11,15 @@ from itertools import product
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from benchmarks import other_libraries
 from benchmarks.tensor_lists import ONE_50M
 from mpkernels.bench import steps
 from mpkernels.bench.cases import BEST, WITHOUT_SCALER, Benchmark
 from mpkernels.bench.pairs import Pair, Workload
-from mpkernels.bench.settings import DTYPES, HUNDRED, THOUSAND, Place, Setting
-from mpkernels.optim import SGD, Adam, AdamW, Lion, Masters
+from mpkernels.bench.settings import DTYPES, HUNDRED, THOUSAND, Place, Setting, Sizes
+from mpkernels.optim import SGD, Adam, AdamW, Lion, Masters, Muon
 
 
 class Rule(NamedTuple):
@@ -60,16 +61,36 @@ def comparisons(place: Place) -> Iterator[Benchmark]:
             yield Benchmark("step", setting, prepare, rule.op, baseline, name, missing)
 
 
-def compare_muon(setting: Setting) -> Pair:
-    """Compare ``Masters(Muon)`` over 16-bit weights with Muon over fp32 ones. Both clip; products take most time."""
+def masters_around_muon(params: list[Tensor], max_norm: float) -> torch.optim.Optimizer:
+    return Masters(torch.optim.Muon(params), max_norm=max_norm)
+
+
+def compare_muon(setting: Setting, ours: Callable[..., Any], theirs: steps.MakeOptimizer) -> Pair:
+    """Compare Muon with masters over weights of any dtype with another over fp32 ones. Both clip; products take most
+    time."""
     dtype = DTYPES[setting.dtype]
     return Pair(
-        lambda: Masters(torch.optim.Muon(steps.parameters(setting, dtype)), max_norm=steps.MAX_NORM).step,
-        lambda: steps.clip_and_step(
-            steps.parameters(setting, torch.float32), torch.optim.Muon, torch.nn.utils.clip_grad_norm_
-        ),
+        lambda: ours(steps.parameters(setting, dtype), max_norm=steps.MAX_NORM).step,
+        lambda: steps.clip_and_step(steps.parameters(setting, torch.float32), theirs, torch.nn.utils.clip_grad_norm_),
         clock="loop",
     )
+
+
+def muons(place: Place, sizes: Sizes) -> Iterator[Benchmark]:
+    """Muon beside torch's and pytorch_optimizer's, and ``Masters`` of torch's."""
+    peer = other_libraries.MUON
+    missing = other_libraries.why_not(peer.module, peer.needs_cuda, place.device)
+    for dtype in ("fp32", "bf16", "fp16"):
+        setting = Setting(place, dtype, sizes)
+        beside = partial(compare_muon, setting)
+        yield Benchmark("step", setting, partial(beside, Muon, torch.optim.Muon), "sgd_", "torch Muon", "muon")
+        peers = partial(
+            beside, Muon, lambda params: other_libraries.maker(peer)([{"params": params, "use_muon": True}])
+        )
+        yield Benchmark("step", setting, peers, "sgd_", peer.module, "muon", missing)
+        if dtype != "fp32":
+            wrapped = partial(beside, masters_around_muon, torch.optim.Muon)
+            yield Benchmark("step", setting, wrapped, "grad_stats", "torch Muon", "masters-muon")
 
 
 def compare_reporting(setting: Setting) -> Pair:

@@ -35,6 +35,7 @@ PEERS = {
     "apex": Peer("apex.optimizers", "FusedAdam", {}, needs_cuda=True),
     "transformer-engine": Peer("transformer_engine.pytorch.optimizers", "FusedAdam", {}, needs_cuda=True),
 }
+MUON = Peer("pytorch_optimizer", "Muon", {})
 LION = Peer("optimi", "Lion", {"lr": 1e-4})
 LIGER = "liger_kernel.transformers"
 LIGERS_BLOCKS = {"swiglu_mlp": ("LigerSwiGLUMLP", "silu"), "geglu_mlp": ("LigerGEGLUMLP", "gelu_pytorch_tanh")}

@@ -1,10 +1,10 @@
-"""Muon on bf16 weights, as modded-nanoGPT trains them, with masters: ``Masters(torch.optim.Muon(...))``.
+"""Muon on bf16 weights, as modded-nanoGPT trains them, with masters: ``mpkernels.optim.Muon``.
 
     python examples/muon_bf16.py
 
-Muon steps the layers' matrices; AdamW the embedding, the head and the vectors. Masters hands Muon fp32 weights and
-grads, and rounds the weights afterwards, so that nobody keeps the two halves of a weight by hand. The same training
-runs three times: with fp32 weights, with bf16 weights and masters, and with bf16 weights alone.
+Muon steps the layers' matrices; AdamW the embedding, the head and the vectors. Both keep what bf16 weights lack of fp32
+ones, so that nobody keeps the two halves of a weight by hand. The same training runs three times: with fp32 weights,
+with bf16 weights and masters, and with bf16 weights alone, by torch's classes.
 """
 
 import sysconfig
@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional
 
-from mpkernels.optim import AdamW, Masters
+from mpkernels.optim import AdamW, Muon, split_params
 
 CONTEXT, WIDTH, STEPS = 8, 32, 100
 TEXT = torch.tensor(list(Path(sysconfig.get_paths()["stdlib"], "argparse.py").read_bytes()))
@@ -29,10 +29,9 @@ def network() -> torch.nn.Sequential:
 def train(dtype: torch.dtype, masters: bool) -> float:
     """Return the loss, on average over the last 30 steps."""
     model = network().to(DEVICE, dtype)
-    matrices = [model[2].weight, model[4].weight]
-    others = [it for it in model.parameters() if all(it is not matrix for matrix in matrices)]
-    muon = torch.optim.Muon(matrices, lr=1e-3, weight_decay=0.0)
-    optimizers = [Masters(muon), AdamW(others, lr=1e-3)] if masters else [muon, torch.optim.AdamW(others, lr=1e-3)]
+    matrices, others = split_params(model)
+    kinds = (Muon, AdamW) if masters else (torch.optim.Muon, torch.optim.AdamW)
+    optimizers = kinds[0](matrices, lr=1e-3, weight_decay=0.0), kinds[1](others, lr=1e-3)
 
     losses = []
     for _ in range(STEPS):

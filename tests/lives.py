@@ -45,7 +45,7 @@ class Life:
         self._is_wrapper = name.startswith("Masters")
         own = {"master": choice(("split", "fp32")), "state_dtype": choice(state_dtypes)}
         self._options = {"max_norm": choice((None, 0.5))} | ({} if self._is_wrapper else own)
-        self._params = [nn.Parameter(self._random(it)) for it in SHAPES]
+        self._params = [*self._line.taken(nn.Parameter(self._random(it)) for it in SHAPES)]
         self._optimizer = self._line.ours(self._params, **self._options)
         kind, enabled = choice(((GradScaler, False), (GradScaler, True), (torch.amp.GradScaler, True)))
         self._scaler = kind("cpu", init_scale=64.0, growth_interval=2, enabled=enabled)

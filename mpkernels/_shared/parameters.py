@@ -2,12 +2,14 @@
 
 import sys
 from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
 from itertools import repeat
 from operator import is_
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 from torch.optim import Optimizer
 
 Item = TypeVar("Item")
@@ -18,6 +20,19 @@ def params_of(optimizer: Optimizer) -> list[Tensor]:
     params: list[Tensor] = []
     for group in optimizer.param_groups:
         params += group["params"]
+    return params
+
+
+def named_in(op: str, argument: str, model: Module, names: str | Iterable[str]) -> set[Tensor]:
+    """Return the parameters that these names of modules and parameters mean; ``*`` in a name matches anything."""
+    named = [*model.named_modules(remove_duplicate=False), *model.named_parameters(remove_duplicate=False)]
+    params: set[Tensor] = set()
+    for pattern in [names] if isinstance(names, str) else names:
+        found = [it for name, it in named if fnmatchcase(name, pattern)]
+        if not found:
+            raise ValueError(f"{op}: {argument} must name modules or parameters of the model, got {pattern!r}")
+        for match in found:
+            params.update(match.parameters() if isinstance(match, Module) else [match])
     return params
 
 

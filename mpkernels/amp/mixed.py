@@ -1,7 +1,6 @@
 """Converts a model's weights to 16 bits, and back."""
 
 from collections.abc import Iterable
-from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
 import torch
@@ -12,7 +11,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from mpkernels._shared.call_model import refuse_no_model
 from mpkernels._shared.dtypes import dtype_of
-from mpkernels._shared.parameters import params_of, unwrapped
+from mpkernels._shared.parameters import named_in, params_of, unwrapped
 from mpkernels._torch_private.modules import SpectralParametrization, pre_hooks_of
 from mpkernels.amp.mixed_class import Mixed, mixed_class, own_forward_of
 from mpkernels.ops.step.split import split
@@ -68,7 +67,7 @@ def to_mixed(
         raise ValueError("to_mixed: model must not be converted yet, got one from to_mixed; to_full undoes that")
     if "forward" in vars(model) or isinstance(model, torch.jit.ScriptModule | torch.fx.GraphModule):
         raise ValueError("to_mixed: model must have its class's forward, got one that was replaced, scripted or traced")
-    kept = _kept(model, [keep_fp32] if isinstance(keep_fp32, str) else list(keep_fp32))
+    kept = _kept(model, keep_fp32)
     goals = [(name, param, torch.float32 if param in kept else dtype) for name, param in model.named_parameters()]
     for name, param, goal in goals:
         _check(name, param, goal, dtype)
@@ -125,7 +124,7 @@ def _checked(op: str, optimizer: torch.optim.Optimizer) -> Engine:
     optimizer = unwrapped(optimizer)
     if not isinstance(optimizer, Engine):
         kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-        raise TypeError(f"{op}: optimizer must be AdamW, Adam, SGD or Lion of mpkernels.optim, got {kind}")
+        raise TypeError(f"{op}: optimizer must be AdamW, Adam, SGD, Lion or Muon of mpkernels.optim, got {kind}")
     if optimizer._release is not None and optimizer._release._hooks:
         raise ValueError(f"{op}: optimizer must not release grads; call remove() on what release_grads() returned")
     return optimizer
@@ -138,17 +137,10 @@ def _refuse_wrapped(op: str, model: nn.Module, remedy: str) -> None:
                 raise ValueError(f"{op}: model must not be wrapped or compiled, got {kind.__name__}; {remedy}")
 
 
-def _kept(model: nn.Module, patterns: list[str]) -> set[Tensor]:
-    named = [*model.named_modules(remove_duplicate=False), *model.named_parameters(remove_duplicate=False)]
-    kept: set[Tensor] = set()
+def _kept(model: nn.Module, names: str | Iterable[str]) -> set[Tensor]:
+    kept = named_in("to_mixed", "keep_fp32", model, names)
     for module in model.modules():
         kept.update(module.parameters(recurse=False) if _is_fp32s(module) else _spectral_of(module))
-    for pattern in patterns:
-        found = [it for name, it in named if fnmatchcase(name, pattern)]
-        if not found:
-            raise ValueError(f"to_mixed: keep_fp32 must name modules or parameters of the model, got {pattern!r}")
-        for match in found:
-            kept.update(match.parameters() if isinstance(match, nn.Module) else [match])
     return kept
 
 

@@ -29,6 +29,7 @@ class Engine(SkippingOptimizer):
     adds a constructor and ``_rule``."""
 
     _rule: OptimizerRule
+    _plan: Any = Plan
     offload = False
     _offload: offloading.Offload | None = None
     _is_loaded = False  # whether states were loaded since the last step; the model may be loaded later
@@ -175,7 +176,7 @@ class Engine(SkippingOptimizer):
             return [self._offload.plan(self, params, rows, places, grads)]
         parts = self._agreement.parts
         by_devices = by_device((params[i] for i in places), places)
-        return [Plan(self._rule, rows, places_there, self._ledger, parts) for places_there in by_devices.values()]
+        return [self._plan(self._rule, rows, places_there, self._ledger, parts) for places_there in by_devices.values()]
 
     def _state_of(self, param: Tensor, grad: Tensor | None, group: dict[str, Any]) -> dict[str, Tensor]:
         refuse_sparse(type(self).__name__, grad)
@@ -210,7 +211,7 @@ class Engine(SkippingOptimizer):
             return
         if self._is_loaded:
             self._compare_loaded()
-        plan = Plan(self._rule, [(group, param, self._state_of(param, grad, group))], [0], is_for_once=True)
+        plan = self._plan(self._rule, [(group, param, self._state_of(param, grad, group))], [0], is_for_once=True)
         try:
             plan.step([grad], Verdict())
         except (RuntimeError, TypeError, ValueError) as error:

@@ -48,7 +48,7 @@ def check_numbers(name: str, options: Mapping[str, Any]) -> None:
             raise TypeError(f"{name}: {key} must be a number, got {value!r}")
 
 
-def _check_numbers_of(optimizer: Any, group: Mapping[str, Any]) -> None:
+def check_numbers_of(optimizer: Any, group: Mapping[str, Any]) -> None:
     if torch.compiler.is_compiling():
         return
     known = group.keys() & optimizer.defaults.keys()  # a user may keep something else under another's name
@@ -59,7 +59,7 @@ def name_cause(optimizer: Any, params: Sequence[Tensor], error: Exception) -> No
     """Raise an error that names what has made a step fail, if that is a hyperparameter, a grad or a parameter."""
     name = type(optimizer).__name__
     for group in optimizer.param_groups:
-        _check_numbers_of(optimizer, group)
+        check_numbers_of(optimizer, group)
     for param in params:
         refuse_sparse(name, param.grad)
     if isinstance(error, NotImplementedError):
@@ -100,7 +100,7 @@ def check_group(optimizer: Any, group: dict[str, Any]) -> None:
     for key in group.keys() - optimizer.defaults.keys() - {"params", "param_names", *ours}:
         if like := get_close_matches(str(key).lower(), ours, cutoff=0.8):
             raise ValueError(f"{name}: a group has no option {key!r}; did you mean {like[0]!r}?")
-    _check_numbers_of(optimizer, group)
+    check_numbers_of(optimizer, group)
     if group["master"] not in KEYS:
         raise ValueError(f"{name}: master must be 'split' or 'fp32', got {group['master']!r}")
     if group["state_dtype"] not in _STATE_DTYPES:

@@ -4,7 +4,7 @@ import math
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import chain, groupby, repeat
+from itertools import chain, repeat
 from operator import is_, itemgetter
 from typing import Any
 
@@ -39,15 +39,17 @@ class Plan:
         ledger: Ledger | None = None,
         parts: Parts | None = None,
         is_for_once: bool = False,
+        targets: list[Tensor] | None = None,
     ) -> None:
         """Make a plan of the optimizer's rows at ``places``. ``ledger`` holds the reports on skipped steps, and
         ``parts`` says how much each parameter counts in a norm over processes. ``is_for_once``: the plan makes a
-        single step, so C++ need not keep its states."""
+        single step, so C++ need not keep its states. ``targets``: what is stepped in the parameters' place."""
         self._rule, self._ops = rule, rule.ops
         self._places, self._takes_all = places, len(places) == len(all_rows)
         rows = [all_rows[i] for i in places]
         groups, params, states = zip(*((group, param, parts_in(state)) for group, param, state in rows), strict=True)
-        self._wholes, self.params = params, parts_of(params)  # a DTensor's part is what kernels take
+        self._wholes, self._parts = params, parts_of(params)  # a DTensor's part is what kernels take
+        self.params = self._parts if targets is None else targets
         self._is_sharded = are_any_sharded(params)
         self.device = self.params[0].device
         self._kinds = list(map(_kind, params))
@@ -87,7 +89,7 @@ class Plan:
 
     @property
     def _is_elsewhere(self) -> bool:
-        return not _are_same(parts_of(self._wholes), self.params)
+        return not _are_same(parts_of(self._wholes), self._parts)
 
     @property
     def first_has_moved(self) -> bool:
@@ -115,6 +117,11 @@ class Plan:
         params = list(map(real, self.params)) if self._is_complex else self.params
         self._ops.step(params, self._grads_here(grads), *self._lists, *shared)
         self._increment_versions([])
+
+    def check(self, grads: list[Any]) -> None:
+        """Raise what a step with these grads would raise, and name what is wrong."""
+        params = list(map(real, self.params)) if self._is_complex else self.params
+        self._ops.step._check(params, self._grads_here(grads), *self._lists, *self._shared(Verdict(), None, None))
 
     def _step_in_one_call(
         self, grads: list[Any], verdict: Verdict, max_norm: float | None, skipped_steps: Tensor | None, looks: bool
@@ -209,8 +216,8 @@ def _unseen(function: Callable[..., None], *arguments: Any) -> None:
 
 def _runs_of(groups: Sequence[Group]) -> tuple[list[Group], list[int]]:
     """Return each group once, and how many parameters it has here."""
-    runs = [list(run) for _, run in groupby(groups, key=id)]
-    return [run[0] for run in runs], list(map(len, runs))
+    firsts = [i for i, group in enumerate(groups) if i == 0 or group is not groups[i - 1]]
+    return [groups[i] for i in firsts], [end - i for i, end in zip(firsts, [*firsts[1:], len(groups)], strict=True)]
 
 
 def _lists_of(

@@ -63,7 +63,7 @@ def test_to_mixed_refuses_and_changes_nothing(make, options, why):
 def test_to_mixed_refuses_another_librarys_optimizer():
     model = network()
     with pytest.raises(
-        TypeError, match=r"must be AdamW, Adam, SGD or Lion of mpkernels.optim, got torch.optim.sgd.SGD"
+        TypeError, match=r"must be AdamW, Adam, SGD, Lion or Muon of mpkernels.optim, got torch.optim.sgd.SGD"
     ):
         to_mixed(model, optimizer=torch.optim.SGD(model.parameters()))
     assert model[0].weight.dtype == F32
@@ -81,7 +81,7 @@ def test_to_mixed_refuses_the_optimizer_of_another_model():
 def test_to_full_refuses():
     model = to_mixed(network())
     with pytest.raises(
-        TypeError, match=r"must be AdamW, Adam, SGD or Lion of mpkernels.optim, got torch.optim.adamw.AdamW"
+        TypeError, match=r"must be AdamW, Adam, SGD, Lion or Muon of mpkernels.optim, got torch.optim.adamw.AdamW"
     ):
         to_full(model, torch.optim.AdamW(model.parameters()))
     with pytest.raises(ValueError, match=r"must hold the master of 3.weight"):

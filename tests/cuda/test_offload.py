@@ -8,14 +8,14 @@ import torch
 from mpkernels.amp import accumulate
 from tests.cuda.offloading import F32, SCALERS, assert_same, buckets_of, for_each_kind, loss_of, parameters, trained
 from tests.networks import B16
-from tests.optim.optimizers import OPTIMIZERS
+from tests.optim.optimizers import OF_ANY_SHAPE, OPTIMIZERS
 
 _buckets = buckets_of(800)  # more than there are slices
 
 
 @pytest.mark.parametrize("scaler", SCALERS)
 @for_each_kind
-@pytest.mark.parametrize("line", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize("line", OF_ANY_SHAPE.values(), ids=OF_ANY_SHAPE)
 @pytest.mark.parametrize("limits", [{}, {"max_norm": 1.0}, {"guard": False}], ids=str)
 def test_offload_gives_the_same_bits(line, dtype, master, state_dtype, scaler, limits):
     if scaler == "torch's" and dtype != F32:

@@ -79,7 +79,7 @@ def contents(model, optimizer):
     return wholes(model) + [whole(state[key].float()) for state in states for key in ("momentum_buffer", "remainder")]
 
 
-def checkpoints_go_both_ways(rank):
+def checkpoints_go_both_ways(rank, make=make):
     """torch's functions save parts and the whole, and load them into parts and into a whole."""
     model = shard(even_network(B16), "fsdp2")
     optimizer = make(model.parameters())

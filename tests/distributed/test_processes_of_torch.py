@@ -2,6 +2,7 @@
 matrix trains with them, skips and clips."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -9,10 +10,10 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from mpkernels.optim import AdamW
+from mpkernels.optim import AdamW, Muon
 from tests.hard_grads import same_bits
 from tests.networks import B16
-from tests.processes import in_processes, spawn
+from tests.processes import in_processes, run_checks, spawn
 
 
 def sharded(uses_orig_params=True):
@@ -27,7 +28,7 @@ def release_is_refused(rank):
             optimizer.release_grads()
 
 
-def zero_trains_as_one_process(rank):
+def zero_trains_as_one_process(kind, rank):
     """There are more processes than parameters, so that one process has none."""
     for dtype, options in (
         (torch.float32, {"max_norm": 0.5}),
@@ -36,9 +37,9 @@ def zero_trains_as_one_process(rank):
         (B16, {"max_norm": 0.5, "master": "fp32"}),
         (B16, {"guard": False}),
     ):
-        whole, parted = ([nn.Parameter(torch.ones(size, dtype=dtype)) for size in (3, 4)] for _ in range(2))
-        optimizer = AdamW(whole, lr=0.1, **options)
-        zero_optimizer = ZeroRedundancyOptimizer(parted, optimizer_class=AdamW, lr=0.1, **options)
+        whole, parted = ([nn.Parameter(torch.ones(size, 1, dtype=dtype)) for size in (3, 4)] for _ in range(2))
+        optimizer = kind(whole, lr=0.1, **options)
+        zero_optimizer = ZeroRedundancyOptimizer(parted, optimizer_class=kind, lr=0.1, **options)
         for bad in (1.0, math.inf if options.get("guard") is None else 1.0, 2.0):
             for first, second in (whole, parted):
                 first.grad, second.grad = torch.full_like(first, 3.0), torch.full_like(second, bad)
@@ -60,4 +61,4 @@ def test_fsdp1_refuses_to_release_grads(tmp_path):
 
 @in_processes
 def test_zero_trains_clips_and_skips_as_one_process(tmp_path):
-    spawn(zero_trains_as_one_process, tmp_path, world=3)
+    spawn(partial(run_checks, [partial(zero_trains_as_one_process, kind) for kind in (AdamW, Muon)]), tmp_path, world=3)

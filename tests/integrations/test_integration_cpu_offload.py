@@ -8,7 +8,7 @@ from mpkernels.optim import AdamW, Masters
 from tests import libraries
 from tests.hard_grads import same_bits
 from tests.networks import B16, backward, network
-from tests.optim.optimizers import each_optimizer
+from tests.optim.optimizers import each_of_any_shape
 
 libraries.need()
 from tests.matrix.offloading import CPUOffloadOptimizer, on_a_cpu  # noqa: E402
@@ -35,7 +35,7 @@ def _on_a_cpu():
         yield
 
 
-@each_optimizer
+@each_of_any_shape
 @pytest.mark.parametrize("kind", [CPUOffloadOptimizer, Derived])
 def test_what_needs_all_grads_is_refused(line, kind):
     for dtype, options in ((F32, {"max_norm": 1.0}), (F32, {"guard": True}), (B16, {"max_norm": 1.0}), (B16, {})):
@@ -45,7 +45,7 @@ def test_what_needs_all_grads_is_refused(line, kind):
 
 
 @pytest.mark.parametrize("dtype", [F32, B16], ids=str)
-@each_optimizer
+@each_of_any_shape
 def test_without_max_norm_and_guard_the_result_is_right(line, dtype):
     """The way out is one optimizer of all parameters."""
     for options in ({"guard": False}, {"guard": False, "state_dtype": torch.int8}):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.optim import SGD, Optimizer
 
-from mpkernels.optim import Masters
+from mpkernels.optim import Masters, split_params
 from mpkernels.optim.masters import true_weight
 from tests import libraries
 from tests.hard_grads import same_bits
@@ -25,6 +25,7 @@ with warnings.catch_warnings():
     import prodigyopt
     import pytorch_optimizer
     import schedulefree
+    import transformers
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the libraries' own
 
@@ -141,3 +142,13 @@ def test_a_class_steps_16_bit_weights_as_fp32_ones_or_is_refused(path, count):
             assert pair[0] is pair[1]
         else:
             assert_equal(pair[1], pair[0])
+
+
+def test_split_params_finds_the_heads_of_hugging_faces_models():
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=50, **sizes)
+    for kind in (transformers.LlamaForCausalLM, transformers.LlamaModel):
+        model = kind(config)
+        matrices, others = split_params(model)
+        assert len(matrices) == 7
+        assert {it.shape for it in others if it.ndim == 2} == {(50, 16)}

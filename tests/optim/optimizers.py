@@ -11,7 +11,7 @@ import torch
 
 from mpkernels.amp import GradScaler
 from mpkernels.ops.step.split import join
-from mpkernels.optim import SGD, Adam, AdamW, Lion, Masters
+from mpkernels.optim import SGD, Adam, AdamW, Lion, Masters, Muon
 from tests.hard_grads import same_bits
 from tests.ops.step.rules_table import LionInPlainTorch
 
@@ -24,11 +24,27 @@ class Line(NamedTuple):
     lr: float = 1e-2
 
     def ours(self, params, **more):
-        return self.kind(params, lr=self.lr, **self.options, **more)
+        return self.kind(self.taken(params), lr=self.lr, **self.options, **more)
 
     def theirs(self, params):
-        more = {} if self.twin is LionInPlainTorch else {"foreach": False}
-        return self.twin(params, lr=self.lr, **self.options, **more)
+        more = {} if self.twin in (LionInPlainTorch, torch.optim.Muon) else {"foreach": False}
+        return self.twin(self.taken(params), lr=self.lr, **self.options, **more)
+
+    def taken(self, params):
+        """Return the parameters that the optimizer takes: matrices alone for Muon, all for others."""
+        if self.twin is not torch.optim.Muon:
+            return params
+        return [it for it in params if not isinstance(it, torch.Tensor) or it.ndim == 2]
+
+    @property
+    def rounded(self):
+        """Return the learning rate for ``assert_close``: Muon's updates are rounded to bf16, others to fp32."""
+        return self.lr * (2**15 if self.twin is torch.optim.Muon else 1)
+
+    def skip_complex(self):
+        """Skip a test with complex parameters, if the optimizer refuses them or has a rule of its own for them."""
+        if self.twin in (LionInPlainTorch, torch.optim.Muon):
+            pytest.skip("Lion takes no sign of both parts together; Muon refuses complex parameters")
 
 
 MOMENTS = "exp_avg", "exp_avg_sq", "step"
@@ -43,8 +59,11 @@ OPTIMIZERS = {
         SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}, torch.optim.SGD, ("momentum_buffer",)
     ),
     "Lion": Line(Lion, {"betas": (0.9, 0.99), "weight_decay": 0.1}, LionInPlainTorch, ("exp_avg",), 1e-3),
+    "Muon": Line(Muon, {"weight_decay": 0.1}, torch.optim.Muon, ("momentum_buffer",)),
 }
 each_optimizer = pytest.mark.parametrize("line", OPTIMIZERS.values(), ids=OPTIMIZERS)
+OF_ANY_SHAPE = {name: line for name, line in OPTIMIZERS.items() if name != "Muon"}  # all of which have offload, too
+each_of_any_shape = pytest.mark.parametrize("line", OF_ANY_SHAPE.values(), ids=OF_ANY_SHAPE)
 
 
 class Tuned(AdamW):

@@ -25,7 +25,7 @@ def test_steps_are_the_same_under_another_default_dtype(target, line, default):
     """None of our tensors takes the default dtype."""
     results = []
     for dtype in (torch.float32, default):
-        params = [torch.ones(3, dtype=it, device=target.device, requires_grad=True) for it in (torch.float32, B16)]
+        params = [torch.ones(3, 1, dtype=it, device=target.device, requires_grad=True) for it in (torch.float32, B16)]
         generator = torch.Generator().manual_seed(0)
         try:
             torch.set_default_dtype(dtype)

@@ -37,6 +37,8 @@ def pairs(view, line=None, device=CPU, bad=False, **options):
     """Return a parameter with the view for its grad and one with a plain grad, with an optimizer each."""
     found = []
     for grad in (view(device, bad), view(device, bad).resolve_conj().resolve_neg().clone()):
+        if grad.is_complex() and line is not None:
+            line.skip_complex()
         param = torch.nn.Parameter(torch.ones_like(grad))
         param.grad = grad
         found.append((param, None if line is None else line.ours([param], **options)))

@@ -36,14 +36,14 @@ def bad_values(line, key):
 @each_number
 def test_it_is_refused_where_it_is_given(line, key):
     for bad, text in bad_values(line, key):
-        params, options = [torch.ones(2, requires_grad=True)], {"lr": line.lr, **line.options}
+        params, options = [torch.ones(2, 1, requires_grad=True)], {"lr": line.lr, **line.options}
         with pytest.raises((TypeError, ValueError), match=text):
             line.kind(params, **options | {key: bad})
         with pytest.raises((TypeError, ValueError), match=text):
             line.kind([{"params": params, key: bad}], **options)
         optimizer = line.kind(params, **options)
         with pytest.raises((TypeError, ValueError), match=text):
-            optimizer.add_param_group({"params": [torch.ones(2, requires_grad=True)], key: bad})
+            optimizer.add_param_group({"params": [torch.ones(2, 1, requires_grad=True)], key: bad})
         assert len(optimizer.param_groups) == 1
 
 
@@ -51,7 +51,7 @@ def test_it_is_refused_where_it_is_given(line, key):
 @each_number
 def test_a_step_refuses_it_and_moves_nothing(target, line, key):
     """float() would take text. torch's steps raise, too."""
-    param, twin = (torch.ones(3, device=target.device, requires_grad=True) for _ in range(2))
+    param, twin = (torch.ones(3, 1, device=target.device, requires_grad=True) for _ in range(2))
     optimizer, other = line.ours([param]), line.ours([twin])
     for it in (param, twin):
         it.grad = torch.ones_like(it)

@@ -6,7 +6,7 @@ import torch
 from mpkernels.amp import GradScaler
 from mpkernels.optim import Masters
 from tests.networks import B16, F16
-from tests.optim.optimizers import all_same_bits, assert_same_states, each_optimizer, saved_numbers
+from tests.optim.optimizers import all_same_bits, assert_same_states, each_of_any_shape, saved_numbers
 
 
 def parameters(dtype):
@@ -27,7 +27,7 @@ def trained(optimizer, scaled, released=False):
     return params
 
 
-@each_optimizer
+@each_of_any_shape
 @pytest.mark.parametrize("dtype", [torch.float32, B16, F16])
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("released", [False, True])

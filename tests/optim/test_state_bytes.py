@@ -5,7 +5,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from mpkernels.optim import SGD, Adam, AdamW, Lion
+from mpkernels.optim import SGD, Adam, AdamW, Lion, Muon
 from tests.networks import B16, F16
 
 F32, INT8 = torch.float32, torch.int8
@@ -14,7 +14,7 @@ SIZE = 64 * 256  # whole blocks of 8-bit codes
 
 def bytes_kept(kind, dtype, state_dtype, **options):
     """Return the bytes of weight, grad and states for each element, without the step count."""
-    weight = torch.nn.Parameter(torch.ones(SIZE, dtype=dtype))
+    weight = torch.nn.Parameter(torch.ones(SIZE, 1, dtype=dtype))
     optimizer = kind([weight], state_dtype=state_dtype, **options)
     weight.grad = torch.ones_like(weight)
     optimizer.step()
@@ -32,6 +32,7 @@ def bytes_kept(kind, dtype, state_dtype, **options):
         (SGD, {}, (8, 6, 6, 6)),
         (SGD, {"momentum": 0.9}, (12, 10, 8, 7 + Fraction(1, 64))),
         (Lion, {}, (12, 10, 8, 7 + Fraction(1, 64))),
+        (Muon, {}, (12, 10, 8, 7 + Fraction(1, 64))),  # without the updates
     ],
     ids=lambda it: getattr(it, "__name__", None) or (str(it) if isinstance(it, dict) else ""),
 )
