@@ -123,7 +123,7 @@ def steps(dtype: torch.dtype, count: int, scaler: str) -> dict[str, Run]:
         return step
 
     torchs = partial(torch.amp.GradScaler, "cpu", init_scale=1.0)
-    ours_scaler = {"none": lambda: None, "torch's": torchs, "ours": partial(amp.GradScaler, "cpu", init_scale=1.0)}
+    ours_scaler = {"none": lambda: None, "torch's": torchs, "our": partial(amp.GradScaler, "cpu", init_scale=1.0)}
     return {
         "ours": one(optim.AdamW, dtype, ours_scaler[scaler]()),
         "torch": one(torch.optim.AdamW, F32, None if scaler == "none" else torchs(), fused=True),
@@ -138,7 +138,7 @@ def cases() -> Iterator[tuple[str, str | None, dict[str, Run]]]:
                 yield f"{name}, {dtype}: {'by our kernels' if pinned else 'as the table chooses'}", pinned, runs
     yield "a fused MLP, forward, fp32: as the table chooses", None, fused()
     for (dtype, (kind, _)), count in ((it, count) for it in [*DTYPES.items()][:2] for count in COUNTS):
-        for scaler in ("none", "torch's", "ours"):
+        for scaler in ("none", "torch's", "our"):
             under = "" if scaler == "none" else f", under {scaler} scaler"
             yield f"AdamW.step, {count} x 4x8, {dtype}{under}", None, steps(kind, count, scaler)
 
