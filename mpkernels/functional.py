@@ -145,10 +145,12 @@ def _compute(kind: Kind, x: Tensor, weight: Tensor, bias: Tensor | None, *others
                 return compute_block.by_torch(kind, x, *params)
             except OutOfMemoryError:
                 raise
-            except (RuntimeError, TypeError):  # find out what torch has refused, and name it
-                pass
+            except (RuntimeError, TypeError):
+                arguments.block(kind, x, Parameters(*params))  # names what torch has refused
+                raise
         key = key_of(kind, x, weight, bias, others)
-        if key in selector.by_key and (y := selector.by_key[key](x, *params)) is not None:
+        compute = selector.by_key.get(key)
+        if compute is not None and (y := compute(x, *params)) is not None:
             return y
     return _compute_checked(key, kind, x, Parameters(*params))
 
@@ -178,7 +180,7 @@ def _compute_checked(key: Hashable, kind: Kind, x: Tensor, params: Parameters) -
     ):  # torch broadcasts a bias of one element
         key, params = None, params._replace(bias=params.bias.expand(params.weight.shape[0]))
     dtype, kept = autocast_dtype(x), None if key is None else selector.kept_calls()
-    kernel = kernel_for(kind, x, params, dtype, is_plain=key is not None)
+    kernel = kernel_for(kind, x, params, dtype, has_key=key is not None)
     if kept is not None and not is_watched():
         kept[key] = compute_block.prepared(kernel, kind, x, params, dtype)
         if (found := kept[key](x, *params[: 2 if is_lone else 6])) is not None:

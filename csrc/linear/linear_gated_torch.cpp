@@ -150,8 +150,8 @@ template <class Passes>
 static void differentiate_product(const LinearDgatedArguments& call, const Matrix& dz, const Matrix* h) {
   const Passes passes(call.kOp, call.z);
   const Tensor memory = new_matrix(call.z, call.rows(), call.columns(), /*wanted=*/call.weight && !h);
-  const Matrix dy(call.dy), product(memory), dh = !call.weight ? dy : h ? *h : product;
-  if (call.weight) multiply(dh, dy, Matrix(*call.weight));
+  const Matrix dy(call.dy), product = h ? *h : Matrix(memory), dh = call.weight ? product : dy;
+  if (call.weight) multiply(product, dy, Matrix(*call.weight));
   passes.differentiate_gate(call.activation, dh, Matrix(call.z), dz, h);
 }
 

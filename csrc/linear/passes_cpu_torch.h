@@ -156,7 +156,7 @@ class CpuPasses {
                         h.columns);
     });
   }
-  // dh may be fp32.
+  // dh may be fp32, and lie in h's memory.
   void differentiate_gate(Activation activation, const Matrix& dh, const Matrix& z, const Matrix& dz,
                           const Matrix* h) const {
     const Widened from = contiguous(dh), known = contiguous(z);

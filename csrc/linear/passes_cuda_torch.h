@@ -37,6 +37,7 @@ class CudaPasses {
   void gate(Activation activation, const Matrix& z, const Matrix& h) const {
     check(linear_gated_cuda(z.dtype, z.data, h.data, h.rows, h.columns, activation, device_.stream()));
   }
+  // dh may lie in h's memory: a thread reads an element before it writes there.
   void differentiate_gate(Activation activation, const Matrix& dh, const Matrix& z, const Matrix& dz,
                           const Matrix* h) const {
     const Strided gate = strided(z.columns_from(0, dh.columns)), up = strided(z.columns_from(dh.columns, dh.columns));

@@ -34,12 +34,12 @@ def version_of(tensor: Tensor) -> object:
 
 
 def sum_of_versions(tensors: Sequence[Tensor | None]) -> object:
-    """Return a number that changes when one of the tensors is changed in place; None if one is an inference tensor,
-    whose changes nobody counts. Without torch's counter: a new object each time, as ``version_of`` returns."""
+    """Return a number that changes when one of the tensors is changed in place. Inference tensors have no counter, so
+    their changes go unnoticed. Without torch's counter: a new object each time, as ``version_of`` returns."""
     try:
         return sum([it._version for it in tensors if it is not None])
-    except RuntimeError:
-        return None
+    except RuntimeError:  # one is an inference tensor
+        return sum([it._version for it in tensors if it is not None and not it.is_inference()])
     except AttributeError:
         return object()
 

@@ -145,6 +145,11 @@ def linear_dact_in_tiles(device: torch.device, dtype: torch.dtype, *specials: fl
     return dy, weight, saved, "gelu_tanh", None, False
 
 
+def linear_dact_alone(device: torch.device, dtype: torch.dtype, activation: str) -> tuple[Any, ...]:
+    dy, saved = matrices(dtype, device, (5, 9), (5, 9))
+    return dy, None, saved, activation, F32, True
+
+
 def linear_dact_of_nothing_saved(device: torch.device) -> tuple[Any, ...]:
     dy, weight = matrices(F32, device, (5, 9), (9, 7))
     return dy, weight, torch.empty(0, device=device), "none", None, True
@@ -215,6 +220,7 @@ SAMPLES: dict[str, list[Sample]] = {
     "linear_dact": [
         *in_dtypes(linear_dact, (B16, "gelu"), (F32, "tanh"), (F16, "silu", (128, 32, 64))),
         *in_dtypes(linear_dact_in_tiles, (F16,), (B16, torch.nan)),
+        *in_dtypes(linear_dact_alone, (B16, "silu"), (F32, "tanh")),
         Sample(linear_dact_of_nothing_saved, ROUNDED[F32]),
     ],
     "linear_gated": [

@@ -27,18 +27,17 @@ def prepared(
     watched, a kernel of ours may not compute it, and the function returns None."""
     if kernel == "torch":
         return (lambda x, *params: afresh(kind, x, Parameters(*params))) if kind.recompute else partial(by_torch, kind)
-    plan = trained_block.plan_for(kind, kernel, x, params, dtype or x.dtype)
-    if plan is None:
+    call = trained_block.call_for(kind, kernel, x, params, dtype or x.dtype)
+    if call is None:
         return lambda x, *params: None if is_watched() else by_ours(kernel, kind, x, Parameters(*params), dtype)
     if dtype is None:
-        return lambda x, *params: None if is_watched() else trained_block.compute(x, *params, None, plan)
+        return lambda x, *params: None if is_watched() else trained_block.compute(x, *params, None, call)
 
     def under_autocast(x: Tensor, *params: Tensor | None) -> Tensor | None:
         if is_watched():
             return None
-        values = [it if it is None or it.dtype is dtype else cast_cache.cast(it, dtype) for it in params]
-        y: Tensor = trained_block.compute(x if x.dtype is dtype else x.to(dtype), *params, values, plan)
-        return y
+        casts = [it if it is None or it.dtype is dtype else cast_cache.cast(it, dtype) for it in params]
+        return trained_block.compute(x if x.dtype is dtype else x.to(dtype), *params, casts, call)
 
     return under_autocast
 

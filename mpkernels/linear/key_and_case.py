@@ -53,12 +53,12 @@ def key_of(kind: Kind, x: Tensor, weight: Tensor, bias: Tensor | None, others: t
 
 def key_in_any_size(kind: Kind, x: Tensor, params: Iterable[Tensor | None]) -> Hashable:
     """Return a key of an ordinary call for ``selector.left_to_torch``: what the table's lines depend on, but for the
-    number of rows, and the shapes that were checked. In a small layer, ``key_of`` takes as long as the activation."""
+    number of rows, and what was checked. In a small layer, ``key_of`` takes as long as the activation."""
     try:
-        shapes = tuple([None if it is None else it.shape for it in params])
+        checked = tuple([None if it is None else (it.shape, it.device) for it in params])
     except AttributeError:  # no tensors
         return None
-    return kind, x.dtype, x.device, shapes, _autocast(x) if is_any_autocast_enabled() else None
+    return kind, x.dtype, x.device, checked, _autocast(x) if is_any_autocast_enabled() else None
 
 
 def _autocast(x: Tensor) -> torch.dtype | None:
@@ -72,7 +72,8 @@ def _facts(parameter: Tensor) -> tuple[Any, ...]:
         raise TypeError
     dtype = parameter.dtype
     of_gradient = None if dtype is torch.float32 else grad_dtype(parameter)
-    return parameter.shape, parameter.stride(), parameter.layout, dtype, parameter.requires_grad, of_gradient
+    place = parameter.is_cpu or parameter.device
+    return parameter.shape, parameter.stride(), parameter.layout, place, dtype, parameter.requires_grad, of_gradient
 
 
 def is_ours(x: Tensor, *parameters: Tensor | None) -> bool:
@@ -88,8 +89,8 @@ def is_ours(x: Tensor, *parameters: Tensor | None) -> bool:
     )
 
 
-def kernel_for(kind: Kind, x: Tensor, params: Parameters, autocast: torch.dtype | None, is_plain: bool) -> str:
-    """Return the name of a kernel of ours, or "torch"; under ``backend``, "dispatched". ``is_plain`` says whether the
+def kernel_for(kind: Kind, x: Tensor, params: Parameters, autocast: torch.dtype | None, has_key: bool) -> str:
+    """Return the name of a kernel of ours, or "torch"; under ``backend``, "dispatched". ``has_key`` says whether the
     call has a key."""
     given = [it for it in (x, *params) if it is not None]
     if torch.float64 in (autocast or x.dtype, *(it.dtype for it in given)) or are_transforms_active():
@@ -107,7 +108,7 @@ def kernel_for(kind: Kind, x: Tensor, params: Parameters, autocast: torch.dtype 
         return _known(*case_facts)
     rows = x.numel() // x.shape[-1]
     case = _case(*case_facts)._replace(rows=1 << (rows - 1).bit_length())
-    if is_plain and not kind.recompute:
+    if has_key and not kind.recompute:
         selector.leave_to_torch(case, key_in_any_size(kind, x, params[: 2 if kind.op == "linear_act" else 6]))
     return selector.choose(case, partial(Trial, rows, kind, x, params, trains, autocast))
 

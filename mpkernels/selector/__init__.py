@@ -16,9 +16,8 @@ from mpkernels.selector.case import Case
 
 __all__ = ["choices", "forget", "pin"]
 
-by_key: dict[
-    Hashable, Callable[..., Tensor | None]
-] = {}  # what computes each call by its key, so that later calls needn't ask
+Computes = Callable[..., Tensor | None]
+by_key: dict[Hashable, Computes] = {}  # what computes each call by its key, so that later calls needn't ask
 left_to_torch: set[Hashable] = set()  # keys of the calls that torch computes with any number of rows
 _MOST_CALLS = 4096
 _chosen: dict[Case, str] = {}  # in this process
@@ -67,7 +66,7 @@ def choose(case: Case, trial: Callable[[], Any] | None = None) -> str:
     return name
 
 
-def kept_calls() -> dict[Hashable, Callable[..., Tensor | None]]:
+def kept_calls() -> dict[Hashable, Computes]:
     """Return ``by_key``, for a call that will be chosen for. Look it up before the choice, as ``choose`` does."""
     if max(len(by_key), len(_chosen)) >= _MOST_CALLS:
         ask_again()

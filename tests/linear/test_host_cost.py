@@ -16,17 +16,17 @@ bias, out_bias = (torch.randn(8).requires_grad_() for _ in range(2))
 # ours, torch's, and the limits: by torch, with its forward alone; by our kernels, forward and backward, without and
 # with autocast, under which fp32 weights are cast
 CALLS = {
-    "linear_act": (lambda: linear_act(x, gate, bias, "silu"), lambda: silu(linear(x, gate, bias)), 11, 40, 61),
+    "linear_act": (lambda: linear_act(x, gate, bias, "silu"), lambda: silu(linear(x, gate, bias)), 11, 41, 67),
     "mlp": (
         lambda: mlp(x, gate, bias, out, out_bias, "silu"),
         lambda: linear(silu(linear(x, gate, bias)), out, out_bias),
-        13, 54, 91,
+        13, 55, 97,
     ),
-    "gated_linear": (lambda: gated_linear(x, gate, up), lambda: silu(linear(x, gate)) * linear(x, up), 12, 47, 68),
+    "gated_linear": (lambda: gated_linear(x, gate, up), lambda: silu(linear(x, gate)) * linear(x, up), 12, 48, 74),
     "gated_mlp": (
         lambda: gated_mlp(x, gate, up, out),
         lambda: linear(silu(linear(x, gate)) * linear(x, up), out),
-        13, 51, 80,
+        13, 52, 86,
     ),
 }  # fmt: skip
 

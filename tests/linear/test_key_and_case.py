@@ -158,7 +158,6 @@ NOT_LEFT_TO_TORCH = {
     "autocast": lambda layer, x: within(torch.autocast("cpu", B16), lambda: layer(x)),
     "a parameter for x": lambda layer, x: layer(Parameter(x)),
     "a pinned kernel": lambda layer, x: selector.pin("native") or layer(x),
-    "a call that torch refuses": lambda layer, x: layer(x.t()),
 }
 
 

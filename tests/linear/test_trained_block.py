@@ -27,6 +27,17 @@ def tensors(block, rows=(5, 8), hidden=6, outputs=4, dtype=F32):
     return [torch.randn(shape).div(shape[-1] ** 0.5).to(dtype).requires_grad_() for shape in shapes]
 
 
+def test_a_parameter_on_another_device_is_refused_after_a_call_that_worked():
+    """torch's F.linear takes a weight on the meta device beside an x on a CPU, and returns garbage."""
+    x, weight, bias = (it.detach() for it in tensors("linear_act"))
+    for kernel in (None, "torch", "native"):
+        selector.pin(kernel)
+        for activation in ("silu", "gelu"):
+            linear_act(x, weight, bias, activation)
+            with pytest.raises((TypeError, ValueError, RuntimeError), match="meta"):
+                linear_act(x, weight.to("meta"), bias.to("meta"), activation)
+
+
 def function_of(y):
     return type(y.grad_fn).__name__.removesuffix("Backward")
 
@@ -61,13 +72,35 @@ def test_a_retained_graph_gives_the_same_gradients_again_and_another_one_none(bl
 @pytest.mark.parametrize("mixed", [False, True])
 def test_a_second_backward_refuses_a_weight_that_was_changed(mixed):
     x, weight, bias = tensors("linear_act")
-    for changed in (weight, bias):
-        with torch.autocast("cpu", B16, enabled=mixed):
-            y = linear_act(x, weight, bias)
+    with torch.autocast("cpu", B16, enabled=mixed):
+        y = linear_act(x, weight, bias)
+    with torch.no_grad():
+        weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified"):
+        torch.autograd.grad(y.sum(), x, create_graph=True)
+
+
+def test_a_second_backward_takes_what_torchs_takes():
+    """torch needs no bias for it, and no weight where x wants no gradient."""
+    x, weight, bias = tensors("linear_act")
+    for given, changed in ((x, bias), (x.detach(), weight)):
+        calls = linear_act, lambda *it: torch.nn.functional.gelu(torch.nn.functional.linear(*it))
+        ys = [call(given, weight, bias) for call in calls]
         with torch.no_grad():
             changed.mul_(2)
-        with pytest.raises(RuntimeError, match="modified"):
-            torch.autograd.grad(y.sum(), x, create_graph=True)
+        ours, torchs = (torch.autograd.grad(y.sum(), bias, create_graph=True)[0] for y in ys)
+        torch.testing.assert_close(ours, torchs)
+
+
+def test_a_weight_that_is_computed_is_freed_by_the_backward():
+    x, weight, bias = tensors("linear_act")
+    made = weight * 2
+    freed = ref(made)
+    y = linear_act(x, made, bias)
+    del made
+    y.sum().backward()
+    assert freed() is None
+    assert y.grad_fn is not None
 
 
 def test_casts_are_freed_by_the_backward(monkeypatch):

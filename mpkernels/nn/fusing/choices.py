@@ -31,10 +31,10 @@ _MOST_CALLS = 256
 class Kept:
     """What is known of one site, or of a loop."""
 
-    __slots__ = "era", "is_ours", "parameters", "quiet", "weight"
+    __slots__ = "is_ours", "parameters", "quiet", "table_in_force", "weight"
 
-    def __init__(self, era: Any, parameters: dict[str, Any]) -> None:
-        self.era = era  # a dict of the selector's, which it replaces where calls must ask again
+    def __init__(self, table_in_force: Any, parameters: dict[str, Any]) -> None:
+        self.table_in_force = table_in_force  # a dict of the selector's, which it replaces where calls must ask again
         self.parameters, self.weight = parameters, ref(parameters["weight"])  # of the first layer
         self.quiet: bool | None = None  # whether torch computes every call on a CPU (True), or elsewhere (False)
         self.is_ours: dict[Any, bool] = {}  # by the call's key
@@ -54,7 +54,7 @@ def verdict(module: Any, site: str, x: Any) -> bool | None:
         return None
     try:
         kept: Kept = module.mpkernels_kept[site]
-        if kept.era is not selector.by_key or kept.parameters["weight"] is not kept.weight():
+        if kept.table_in_force is not selector.by_key or kept.parameters["weight"] is not kept.weight():
             return None
     except (AttributeError, KeyError):
         return None
@@ -76,15 +76,15 @@ def is_ours(
     parameters = books_of(vars(layers[0]))[0]
     if is_tracing() or forced or type(x) is not Tensor or "weight" not in parameters:  # as while FSDP1 computes
         return True  # the op decides
-    era = selector.by_key  # looked up first: another thread may pin a kernel meanwhile
+    table_in_force = selector.by_key  # looked up first: another thread may pin a kernel meanwhile
     block, params = calls.block_of(kind, layers, activation, *options, **named)
     if x.dim() == 0 or params.weight.dim() != 2:
         return True  # the op names the error
     if not key_and_case.is_ours(x, *params):
         return False
-    found = is_chain(activation) or kernel_for(block, x, params, autocast_dtype(x), is_plain=False) != "torch"
+    found = is_chain(activation) or kernel_for(block, x, params, autocast_dtype(x), has_key=False) != "torch"
     is_quiet = not found and _is_never_ours(block, params)
-    _keep(module, site, era, parameters, x, found, is_quiet)
+    _keep(module, site, table_in_force, parameters, x, found, is_quiet)
     return found
 
 
@@ -101,7 +101,7 @@ def leave_loop(module: Module, loop: str, sites: list[str], x: Any) -> None:
     if known.keys() >= {*sites} and type(x) is Tensor and not (is_tracing() or forced):
         first = known[sites[0]]
         is_quiet = all(known[site].quiet is x.is_cpu for site in sites)
-        _keep(module, loop, first.era, first.parameters, x, False, is_quiet)
+        _keep(module, loop, first.table_in_force, first.parameters, x, False, is_quiet)
 
 
 def _is_never_ours(block: Kind, params: Parameters) -> bool:
@@ -114,12 +114,17 @@ def _is_never_ours(block: Kind, params: Parameters) -> bool:
 
 
 def _keep(
-    module: Module, site: str, era: Any, parameters: dict[str, Any], x: Tensor, is_ours: bool, is_quiet: bool
+    module: Module, site: str, table_in_force: Any, parameters: dict[str, Any], x: Tensor, is_ours: bool, is_quiet: bool
 ) -> None:
     sites: Sites = vars(module).setdefault(KEPT, Sites())
     kept, weight = sites.get(site), parameters["weight"]
-    if kept is None or kept.era is not era or kept.weight() is not weight or len(kept.is_ours) >= _MOST_CALLS:
-        kept = sites[site] = Kept(era, parameters)
+    if (
+        kept is None
+        or kept.table_in_force is not table_in_force
+        or kept.weight() is not weight
+        or len(kept.is_ours) >= _MOST_CALLS
+    ):
+        kept = sites[site] = Kept(table_in_force, parameters)
     kept.quiet = x.is_cpu if is_quiet else None  # of a device, this is the fastest to read
     kept.is_ours[_key_of(x, weight)] = is_ours
 

@@ -16,7 +16,7 @@ from mpkernels._torch_private.modes import derives_forward
 from mpkernels._torch_private.ops import unsafe_view
 from mpkernels._torch_private.tensors import sum_of_versions
 from mpkernels.ops._autocast import without_autocast
-from mpkernels.ops.linear.block_gradients import Call, Gradients, Wanted, by_kernels, by_torch, keeps, wanted_of
+from mpkernels.ops.linear.block_gradients import Call, Fp32, Gradients, Wanted, by_kernels, by_torch, keeps, wanted_of
 from mpkernels.ops.linear.block_kind import ROUNDING, Kind, Parameters, begin, ops_by, replaced
 
 Casts = tuple[Tensor | None, ...] | None  # fp32 parameters in x's dtype; None for other parameters
@@ -76,35 +76,44 @@ class _Block(torch.autograd.Function):
         wants_x, *wants = ctx.needs_input_grad
         layers = tuple(_wanted(params, casts, wants, at, kernel) for at in (0, 2, 4))
         call = Call(kind, ops, (x.shape[0], shape[-1]), shape, has_out, wants_x, layers, keeps(kind, has_out))
+        ctx.call, ctx.fp32 = call, None
         if casts is not None:
-            # A second backward needs these. They aren't saved, because they may be stepped before the first one.
             fp32 = [None if cast is None else mine for mine, cast in zip(params, casts, strict=True)]
-            call = call._replace(fp32=fp32, versions=sum_of_versions(fp32))
-        ctx.call = call
+            ctx.fp32 = Fp32(fp32, sum_of_versions(fp32))
         ctx.set_materialize_grads(False)
         _save(ctx, x, used, y if call.is_lone and call.keeps == "h" and not kind.recompute else kept, mask)
         return y, kept, mask
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, grad_of_kept: Tensor | None, _: Tensor | None) -> Gradients:
-        call: Call = ctx.call
-        is_compiling = torch.compiler.is_compiling()
-        if is_compiling or call.kind.recompute:
-            grad_of_kept = None  # torch.compile passes zeros: it knows no second backward
-        if dy is None and grad_of_kept is None:
-            return None, *(None for _ in call.layers * 2), *_NO_GRADIENTS_OF_SETTINGS
-        saved = list(ctx.saved_tensors)
-        if not is_compiling:
-            ctx.maybe_clear_saved_tensors()  # unless the graph is retained
-        if dy is None:
-            dy = grad_of_kept.new_zeros(call.matrix)  # type: ignore[union-attr]
-        elif call.shape != call.matrix:  # a reshape takes as long as a small layer's kernel
-            dy = dy.reshape(call.matrix)
-            saved[-2] = saved[-2].reshape(call.matrix) if call.is_lone and call.keeps else saved[-2]
-        if grad_of_kept is None and (is_compiling or not torch.is_grad_enabled()):
-            return *by_kernels(call, dy, saved), *_NO_GRADIENTS_OF_SETTINGS
+        return *gradients_of(ctx, dy, grad_of_kept), *_NO_GRADIENTS_OF_SETTINGS
+
+
+def gradients_of(ctx: Any, dy: Tensor | None, grad_of_kept: Tensor | None) -> Gradients:
+    """Return all gradients that are wanted, from what a forward has given to autograd's context: ``call``, ``fp32`` and
+    saved tensors."""
+    call: Call = ctx.call
+    is_compiling = torch.compiler.is_compiling()
+    if is_compiling or call.kind.recompute:
+        grad_of_kept = None  # torch.compile passes zeros: it knows no second backward
+    if dy is None and grad_of_kept is None:
+        return None, *(None for _ in call.layers * 2)
+    saved = list(ctx.saved_tensors)
+    if not is_compiling:
+        ctx.maybe_clear_saved_tensors()  # unless the graph is retained
+    if dy is None:
+        dy = grad_of_kept.new_zeros(call.matrix)  # type: ignore[union-attr]
+    elif call.shape != call.matrix:  # a reshape takes as long as a small layer's kernel
+        dy = dy.reshape(call.matrix)
+        saved[-2] = saved[-2].reshape(call.matrix) if call.is_lone and call.keeps == "h" else saved[-2]
+    if call.x_shape is not None and saved[0] is not None:
+        saved[0] = saved[0].reshape(call.matrix[0], -1)
+    if grad_of_kept is None and (is_compiling or not torch.is_grad_enabled()):
+        dx, *others = by_kernels(call, dy, saved)
+    else:
         with without_autocast(dy):
-            return *by_torch(call, dy, saved, grad_of_kept), *_NO_GRADIENTS_OF_SETTINGS
+            dx, *others = by_torch(call, dy, saved, grad_of_kept, ctx.fp32)
+    return dx if dx is None or call.x_shape is None else dx.view(call.x_shape), *others
 
 
 def _save(ctx: Any, x: Tensor, params: Parameters, kept: Tensor | None, mask: Tensor | None) -> None:

@@ -44,8 +44,7 @@ class Call(NamedTuple):
     keeps: Literal["z", "h", ""]  #: what the backward needs of the forward; h of a lone layer is y
     is_large: bool = False  #: whether a lone layer's backward is worth two ops, to free what it kept after the first
     nothing: Tensor | None = None  #: an empty tensor of the products' dtype, if it may be kept
-    fp32: Sequence[Tensor | None] | None = None  #: the parameters that were cast
-    versions: object = None  #: of those parameters
+    x_shape: tuple[int, ...] | None = None  #: None if x is a matrix
 
     @property
     def is_lone(self) -> bool:
@@ -53,7 +52,16 @@ class Call(NamedTuple):
         return not (self.kind.is_gated or self.has_out)
 
 
+class Fp32(NamedTuple):
+    """The parameters that were cast, which a second backward needs. They aren't saved, because they may be stepped
+    before the first one."""
+
+    parameters: Sequence[Tensor | None]
+    versions: object  #: the sum
+
+
 def keeps(kind: Kind, has_out: bool) -> Literal["z", "h", ""]:
+    """Return what the backward needs of a block's forward."""
     saves = "z" if kind.is_gated else ACTIVATIONS[kind.activation].saves
     return "z" if saves == "z" else "h" if has_out or saves == "y" else ""
 
@@ -144,13 +152,13 @@ def _dropped(value: Tensor, mask: Tensor, kind: Kind) -> Tensor:
     return value * mask * (0.0 if kind.dropout == 1 else 1 / (1 - kind.dropout))
 
 
-def by_torch(call: Call, dy: Tensor, saved: list[Any], grad_of_kept: Tensor | None) -> Gradients:
+def by_torch(call: Call, dy: Tensor, saved: list[Any], grad_of_kept: Tensor | None, fp32: Fp32 | None) -> Gradients:
     """Return all gradients that are wanted, themselves differentiable. ``saved`` is what ``by_kernels`` takes,
     ``grad_of_kept`` the gradient of the kept z or h, which a second backward brings."""
     saved_x, *params, kept, mask = saved
     kind, compute = call.kind, torch.promote_types(dy.dtype, torch.float32)
     weight, bias, up_weight, up_bias, out_weight, _ = Parameters(
-        *(None if it is None else it.to(compute) for it in _differentiable(call, params))
+        *(None if it is None else it.to(compute) for it in _differentiable(call, params, fp32))
     )
     x, wide_dy = None if saved_x is None else saved_x.to(compute), dy.to(compute)
     z = wide_dy if kept is None else kept.to(compute)
@@ -185,12 +193,12 @@ def _layer_by_torch(wanted: Wanted, dz: Tensor, x: Any) -> tuple[Tensor | None, 
     return dweight, None if wanted.bias is None else dz.sum(0).to(wanted.bias)
 
 
-def _differentiable(call: Call, params: Sequence[Any]) -> Parameters:
+def _differentiable(call: Call, params: Sequence[Any], fp32: Fp32 | None) -> Parameters:
     """Return the parameters. Those that were cast are cast again, so that their gradients are known."""
-    if call.fp32 is None:
+    if fp32 is None:
         return Parameters(*params)
-    if sum_of_versions(call.fp32) != call.versions:
+    if sum_of_versions(fp32.parameters) != fp32.versions:
         op = call.kind.op
         raise RuntimeError(f"{op}: a weight was modified in place before a second backward that needs its old value")
-    pairs = zip(params, call.fp32, strict=True)
+    pairs = zip(params, fp32.parameters, strict=True)
     return Parameters(*(it if it is None or mine is None else mine.to(it.dtype) for it, mine in pairs))
