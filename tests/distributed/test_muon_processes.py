@@ -1,5 +1,6 @@
-"""Muon over FSDP2's DTensors: each process orthogonalizes some whole matrices, and all train as one process does."""
+"""Muon in several processes. Over FSDP2's DTensors each orthogonalizes some whole matrices; all train as one does."""
 
+from copy import deepcopy
 from functools import partial
 from itertools import product
 from unittest import mock
@@ -9,6 +10,7 @@ import torch
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from mpkernels.amp import GradScaler
 from mpkernels.optim import Muon
@@ -123,10 +125,30 @@ def what_isnt_served_is_refused(rank):
     distributed.barrier()
 
 
+def under_ddp_all_step_by_the_mean_of_their_grads(rank):
+    torch.manual_seed(0)
+    alone = nn.Sequential(nn.Linear(6, 5, bias=False), nn.Linear(5, 4, bias=False))
+    model = DistributedDataParallel(deepcopy(alone))
+    optimizers = [Muon(it.parameters(), lr=0.1, max_norm=0.5) for it in (alone, model)]
+    for _ in range(3):
+        batches = torch.randn(WORLD, 8, 6)  # the same in each process, by the seed
+        for it, batch in ((alone, batches), (model, batches[rank])):
+            it(batch).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for ours, wanted in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(ours, wanted, rtol=0, atol=0.1 * 2**-5)  # updates are bf16
+        first = ours.detach().clone()
+        distributed.broadcast(first, 0)
+        assert same_bits(first, ours.detach())
+
+
 CHECKS = (
     *(four_processes_train_as_one, parts_of_rows_or_columns_step_as_wholes_do),
     *(parts_travel_once_to_their_owner_and_back, a_process_that_fails_leaves_no_other_waiting),
-    *(what_isnt_served_is_refused, partial(checkpoints_go_both_ways, make=make)),
+    *(what_isnt_served_is_refused, under_ddp_all_step_by_the_mean_of_their_grads),
+    partial(checkpoints_go_both_ways, make=make),
 )
 
 
