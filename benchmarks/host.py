@@ -24,7 +24,7 @@ from mpkernels.doctor.machine import describe
 from mpkernels.nn import fuse
 
 FOLDER = Path(__file__).parent / "results" / "host"
-SECONDS, SLICE, FASTEST = 6.0, 1e-3, 0.03
+SECONDS, SLICE, FASTEST = 5.0, 1e-3, 0.03
 B16, F32 = torch.bfloat16, torch.float32
 DTYPES = {"fp32": (F32, False), "bf16": (B16, False), "bf16 autocast": (F32, True)}
 COUNTS = 1, 20, 1000
