@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import mean
 from time import perf_counter
@@ -123,24 +124,23 @@ def steps(dtype: torch.dtype, count: int, scaler: str) -> dict[str, Run]:
         return step
 
     torchs = partial(torch.amp.GradScaler, "cpu", init_scale=1.0)
-    ours_scaler = {"none": lambda: None, "torch's": torchs, "our": partial(amp.GradScaler, "cpu", init_scale=1.0)}
+    scalers = {"none": lambda: None, "torch's": torchs, "our": partial(amp.GradScaler, "cpu", init_scale=1.0)}
     return {
-        "ours": one(optim.AdamW, dtype, ours_scaler[scaler]()),
+        "ours": one(optim.AdamW, dtype, scalers[scaler]()),
         "torch": one(torch.optim.AdamW, F32, None if scaler == "none" else torchs(), fused=True),
     }
 
 
 def cases() -> Iterator[tuple[str, str | None, dict[str, Run]]]:
     """Yield each case's name, the kernel to pin, and its two sides."""
-    for dtype, kinds in DTYPES.items():
-        for name, runs in layers(*kinds):
+    for dtype, (kind, is_mixed) in DTYPES.items():
+        for name, runs in layers(kind, is_mixed):
             for pinned in (None, "native"):
                 yield f"{name}, {dtype}: {'by our kernels' if pinned else 'as the table chooses'}", pinned, runs
     yield "a fused MLP, forward, fp32: as the table chooses", None, fused()
-    for (dtype, (kind, _)), count in ((it, count) for it in [*DTYPES.items()][:2] for count in COUNTS):
-        for scaler in ("none", "torch's", "our"):
-            under = "" if scaler == "none" else f", under {scaler} scaler"
-            yield f"AdamW.step, {count} x 4x8, {dtype}{under}", None, steps(kind, count, scaler)
+    for dtype, count, scaler in product(("fp32", "bf16"), COUNTS, ("none", "torch's", "our")):
+        under = "" if scaler == "none" else f", under {scaler} scaler"
+        yield f"AdamW.step, {count} x 4x8, {dtype}{under}", None, steps(DTYPES[dtype][0], count, scaler)
 
 
 def measure(seconds: float = SECONDS) -> dict[str, Any]:
@@ -149,12 +149,12 @@ def measure(seconds: float = SECONDS) -> dict[str, Any]:
     for name, pinned, runs in cases():
         selector.pin(pinned)
         rows[name] = {side: [round(it, 3) for it in found] for side, found in slices_in_turns(runs, seconds).items()}
-        print(f"{name}: {times(rows[name])}", flush=True)
+        print(f"{name}: {ratio(rows[name])}", flush=True)
     selector.pin(None)
     return {"machine": describe(), "us": rows}
 
 
-def times(row: dict[str, list[float]]) -> str:
+def ratio(row: dict[str, list[float]]) -> str:
     """Return ours over torch's time."""
     return f"{mean(row['ours']) / mean(row['torch']):.2f}"
 
@@ -162,14 +162,10 @@ def times(row: dict[str, list[float]]) -> str:
 def table(path: Path) -> tuple[list[str], list[list[str]]]:
     """Return the table of a file: microseconds of both sides, and their ratio."""
     found = json.loads(path.read_text())
-    header = [
-        f"{found['machine']['cpu']} ([samples](../benchmarks/results/host/{path.name}))",
-        "ours",
-        "torch",
-        "ratio",
-    ]
+    machine = "{cpu}, torch {torch}".format(**found["machine"])
+    header = [f"{machine} ([samples](../benchmarks/results/host/{path.name}))", "ours", "torch", "ours / torch"]
     cells = [
-        [name, *(f"{mean(row[side]):.1f} us" for side in ("ours", "torch")), times(row)]
+        [name, *(f"{mean(row[side]):.1f} us" for side in ("ours", "torch")), ratio(row)]
         for name, row in found["us"].items()
     ]
     return header, cells

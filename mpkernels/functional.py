@@ -183,6 +183,6 @@ def _compute_checked(key: Hashable, kind: Kind, x: Tensor, params: Parameters) -
     kernel = kernel_for(kind, x, params, dtype, has_key=key is not None)
     if kept is not None and not is_watched():
         kept[key] = compute_block.prepared(kernel, kind, x, params, dtype)
-        if (found := kept[key](x, *params[: 2 if is_lone else 6])) is not None:
+        if (found := kept[key](x, *params[kind.given])) is not None:
             return found  # what later calls compute, too
     return compute_block.compute(kernel, kind, x, params, dtype)

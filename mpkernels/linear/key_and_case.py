@@ -109,7 +109,7 @@ def kernel_for(kind: Kind, x: Tensor, params: Parameters, autocast: torch.dtype 
     rows = x.numel() // x.shape[-1]
     case = _case(*case_facts)._replace(rows=1 << (rows - 1).bit_length())
     if has_key and not kind.recompute:
-        selector.leave_to_torch(case, key_in_any_size(kind, x, params[: 2 if kind.op == "linear_act" else 6]))
+        selector.leave_to_torch(case, key_in_any_size(kind, x, params[kind.given]))
     return selector.choose(case, partial(Trial, rows, kind, x, params, trains, autocast))
 
 

@@ -28,6 +28,11 @@ class Kind(NamedTuple):
     recompute: bool = False
 
     @property
+    def given(self) -> slice:
+        """Return which of the Parameters the op's Function takes: each costs a small layer time."""
+        return slice(2 if self.op == "linear_act" else 6)
+
+    @property
     def keeps_z(self) -> bool:
         """Return whether the backward needs z; else h will do."""
         return self.is_gated or ACTIVATIONS[self.activation].saves == "z"

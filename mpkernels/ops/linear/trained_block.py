@@ -13,7 +13,7 @@ from mpkernels.ops.linear.autograd_block import gradients_of
 from mpkernels.ops.linear.block_gradients import Call, Fp32, Gradients, Wanted, keeps, wanted_of
 from mpkernels.ops.linear.block_kind import ROUNDING, Kind, Parameters, begin, ops_by
 
-_LARGE = 1 << 18  # elements: in smaller layers a second op takes longer than the products
+_LARGE = 1 << 18  # elements of z: to free fewer isn't worth the host's time for a second op
 
 
 def call_for(kind: Kind, kernel: str, x: Tensor, params: Parameters, dtype: torch.dtype) -> Call | None:
