@@ -202,3 +202,11 @@ def test_no_cast_is_kept_while_torch_traces(layer):
 def test_no_cast_is_kept_in_a_step_if_autocasts_cache_is_off(layer):
     with cast_cache.one_step(), torch.autocast("cpu", dtype=B16, cache_enabled=False):
         assert cast_cache.cast(layer.weight, B16) is not cast_cache.cast(layer.weight, B16)
+
+
+def test_a_block_without_a_cache_inside_one_with_it_casts_anew(layer):
+    with torch.autocast("cpu", dtype=B16):
+        kept = cast_cache.cast(layer.weight, B16)
+        with torch.autocast("cpu", dtype=B16, cache_enabled=False):
+            assert cast_cache.cast(layer.weight, B16) is not kept
+        assert cast_cache.cast(layer.weight, B16) is kept

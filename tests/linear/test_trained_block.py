@@ -1,9 +1,11 @@
 """Blocks whose weights all train: which autograd Function computes them, and what it keeps and frees."""
 
+from contextlib import nullcontext
 from weakref import ref
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.counting import peak_beside
 from mpkernels import selector
@@ -27,15 +29,68 @@ def tensors(block, rows=(5, 8), hidden=6, outputs=4, dtype=F32):
     return [torch.randn(shape).div(shape[-1] ** 0.5).to(dtype).requires_grad_() for shape in shapes]
 
 
-def test_a_parameter_on_another_device_is_refused_after_a_call_that_worked():
-    """torch's F.linear takes a weight on the meta device beside an x on a CPU, and returns garbage."""
-    x, weight, bias = (it.detach() for it in tensors("linear_act"))
-    for kernel in (None, "torch", "native"):
-        selector.pin(kernel)
-        for activation in ("silu", "gelu"):
-            linear_act(x, weight, bias, activation)
-            with pytest.raises((TypeError, ValueError, RuntimeError), match="meta"):
-                linear_act(x, weight.to("meta"), bias.to("meta"), activation)
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+@pytest.mark.parametrize("kernel", [None, "torch", "native"])
+def test_a_weight_on_another_device_is_refused_after_a_call_that_worked(kernel, activation):
+    """torch's F.linear takes a weight on the meta device beside an x on a CPU, and returns what memory held."""
+    x, weight, _ = (it.detach() for it in tensors("linear_act"))
+    selector.pin(kernel)
+    for _ in range(2):
+        linear_act(x, weight, None, activation)
+        with pytest.raises((TypeError, ValueError, RuntimeError), match="meta"):
+            linear_act(x, weight.to("meta"), None, activation)
+
+
+def test_what_torch_raises_once_is_raised():
+    """The call isn't tried again: a hook of the user's may have raised."""
+    x, weight, bias = tensors("linear_act")
+    selector.pin("torch")
+    linear_act(x, weight, bias, "silu")
+    raised = []
+
+    def pack(tensor):
+        if not raised:
+            raised.append(True)
+            raise RuntimeError("stop")
+        return tensor
+
+    with pytest.raises(RuntimeError, match=r"^stop$"), torch.autograd.graph.saved_tensors_hooks(pack, lambda it: it):
+        linear_act(x, weight, bias, "silu")
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_call_that_a_mode_watches_goes_by_the_block_that_modes_know(mixed):
+    given = tensors("mlp")
+    for is_watched in (False, True, False):
+        with torch.autocast("cpu", B16, enabled=mixed), FlopCounterMode(display=False) if is_watched else nullcontext():
+            y = mlp(*given)
+        assert function_of(y) == ("_Block" if is_watched else "_TrainedBlock")
+
+
+def test_a_gradients_dtype_that_is_set_later_counts():
+    x, weight, bias = tensors("linear_act", dtype=B16)
+    linear_act(x, weight, bias).sum().backward()
+    assert weight.grad.dtype == B16
+    weight.grad = None
+    weight.grad_dtype = F32
+    linear_act(x, weight, bias).square().sum().backward()
+    assert weight.grad.dtype == F32
+    assert not torch.equal(weight.grad, weight.grad.to(B16).float())  # nor was it rounded on the way
+
+
+@pytest.mark.parametrize("kind", ["bf16", "autocast"])
+@pytest.mark.parametrize("activation", ["gelu", "relu"])
+def test_a_large_layers_gradients_are_those_of_its_rows(activation, kind):
+    """A large layer's backward takes two ops, that of some rows one."""
+    x, weight, bias = tensors("linear_act", (4096, 16), 64, dtype=B16 if kind == "bf16" else F32)
+    with torch.autocast("cpu", B16, enabled=kind == "autocast"):
+        parts = [linear_act(rows, weight, bias, activation).float().sum() for rows in x.split(512)]
+        whole = linear_act(x, weight, bias, activation).float().sum()
+    of_parts = torch.autograd.grad(sum(parts), (x, weight, bias))
+    of_whole = torch.autograd.grad(whole, (x, weight, bias))
+    assert torch.equal(of_whole[0], of_parts[0])
+    for ours, wanted in zip(of_whole[1:], of_parts[1:], strict=True):
+        assert (ours.float() - wanted.float()).norm() <= 2**-7 * wanted.float().norm()
 
 
 def function_of(y):

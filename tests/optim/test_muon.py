@@ -166,6 +166,23 @@ def test_a_step_that_fails_moves_nothing(target, is_late):
     assert_same_states({it: tensor for it, tensor in saved_numbers(optimizer).items() if it in states}, states)
 
 
+def test_momentum_moves_once_in_a_step_that_finds_a_weight_in_another_dtype():
+    """The first weight, which other optimizers look at first, is as it was."""
+    params = [torch.nn.Parameter(torch.randn(8, 8)) for _ in range(2)]
+    optimizer = Muon(params, lr=0.1)
+    for param in params:
+        param.grad = torch.randn(8, 8).to(B16).float()
+    optimizer.step()
+    before = [optimizer.state[param]["momentum_buffer"].clone() for param in params]
+    params[1].grad, grad = None, params[1].grad
+    params[1].data = params[1].data.to(B16)
+    params[1].grad = grad.to(B16)
+    optimizer.step()
+    for param, buffer in zip(params, before, strict=True):
+        want = buffer.lerp(param.grad.float(), 0.05)
+        torch.testing.assert_close(optimizer.state[param]["momentum_buffer"], want)
+
+
 def test_what_torch_refuses_is_refused_by_the_same_words():
     for params, options in (
         ([torch.ones(3)], {}),
