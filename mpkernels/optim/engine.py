@@ -30,17 +30,18 @@ class Engine(SkippingOptimizer):
 
     _rule: OptimizerRule
     _plan: Any = Plan
-    offload = False
+    offload: bool | str = False
     _offload: offloading.Offload | None = None
     _is_loaded = False  # whether states were loaded since the last step; the model may be loaded later
 
     def _take_options(
-        self, master: str, state_dtype: Any, max_norm: Any, guard: Any, process_group: Any, offload: bool = False,
+        self, master: str, state_dtype: Any, max_norm: Any, guard: Any, process_group: Any, offload: Any = False,
         **numbers: Any,
     ) -> None:  # fmt: skip
         """Check and keep the options beyond torch's, and check its numbers, before torch's constructor."""
         group_options.check_numbers(type(self).__name__, numbers)
-        group_options.check_global(type(self).__name__, max_norm, guard, offload)
+        offload = group_options.offload_of(type(self).__name__, offload)
+        group_options.check_global(type(self).__name__, max_norm, guard)
         self.master, self.state_dtype, self.max_norm, self.guard = master, dtype_of(state_dtype), max_norm, guard
         self.offload = offload
         self._peers = processes.given(type(self).__name__, process_group)
@@ -66,15 +67,31 @@ class Engine(SkippingOptimizer):
     def __repr__(self) -> str:
         name, rest = super().__repr__().split("\n", 1)
         group = self._peers and self._peers.group
-        offload = ", offload: True" if self.offload else ""
+        offload = f", offload: {self.offload}" if self.offload else ""
         guard = self._shown_guard()
         return f"{name}\nmax_norm: {self.max_norm}, guard: {guard}, process_group: {group}{offload}\n{rest}"
+
+    @property
+    def state(self) -> Any:
+        """The states. Reading this waits for those that are on their way to the host."""
+        if self._offload is not None:
+            self._offload.wait()
+        return self._states
+
+    @state.setter
+    def state(self, states: Any) -> None:
+        vars(self)["state"] = states
+
+    @property
+    def _states(self) -> Any:
+        """The states, which may still be on their way."""
+        return vars(self)["state"]
 
     def _start_afresh(self) -> None:
         """Forget everything that was derived from the parameters and their states."""
         self._forget_plans()
         if self.offload and self._offload is None:
-            self._offload = offloading.Offload()
+            self._offload = offloading.offloaded(self.offload)
         self._forget_steps()
 
     def _forget_plans(self) -> None:
@@ -132,16 +149,16 @@ class Engine(SkippingOptimizer):
         if any(param.is_cuda for param in params_of(self)) and is_current_stream_capturing():
             return  # comparing waits for the device; kernels follow written weights anyway, but don't warn
         self._is_loaded = False
-        masters.compare_loaded(type(self).__name__, *offloading.weights_and_states(self))
+        masters.compare_loaded(type(self).__name__, offloading.weights_and_masters(self))
 
     def _follow_writes(self) -> None:
         """Bring the masters up to date with the weights, before somebody reads the state without the weights."""
         if self._offload is not None:
-            self._offload.twins.follow(params_of(self))
+            self._offload.begin_reading(params_of(self))
         if not self._is_loaded:
-            masters.align(*offloading.weights_and_states(self))
+            masters.align(offloading.weights_and_masters(self))
         if self._offload is not None:
-            self._offload.twins.send_all()
+            self._offload.settle()
 
     def _plans_for(self, params: list[Tensor], grads: list[Tensor | None]) -> tuple[list[Plan], list[Any]]:
         """Return one plan for each device, and the grads, some of which may have come to the host. Reuse the plans of
@@ -155,9 +172,9 @@ class Engine(SkippingOptimizer):
         # One plan's kernels check all parameters before they step any; several plans can't wait for each other.
         moved = [plan.has_moved if len(self._plans) > 1 else plan.first_has_moved for plan in self._plans]
         known = self._foundations
-        if known is None or any(moved) or not known.hold(self.param_groups, params, grads, self.state):
+        if known is None or any(moved) or not known.hold(self.param_groups, params, grads, self._states):
             self._plans = self._new_plans(params, grads)
-            self._foundations = Foundations(self._rule, self.param_groups, params, grads, self.state)
+            self._foundations = Foundations(self._rule, self.param_groups, params, grads, self._states)
         return self._plans, grads
 
     def _new_plans(self, params: list[Tensor], grads: list[Tensor | None]) -> list[Plan]:
@@ -171,21 +188,23 @@ class Engine(SkippingOptimizer):
         places = [i for i, grad in enumerate(grads) if grad is not None]
         for i in places:
             self._state_of(params[i], grads[i], group_of[i])
-        rows = [(group, param, self.state.get(param, {})) for group, param in zip(group_of, params, strict=True)]
+        rows = [(group, param, self._states.get(param, {})) for group, param in zip(group_of, params, strict=True)]
         if self._offload is not None and any(params[i].is_cuda for i in places):
-            return [self._offload.plan(self, params, rows, places, grads)]
+            return self._offload.plans(self, params, rows, places, grads)
         parts = self._agreement.parts
         by_devices = by_device((params[i] for i in places), places)
         return [self._plan(self._rule, rows, places_there, self._ledger, parts) for places_there in by_devices.values()]
 
     def _state_of(self, param: Tensor, grad: Tensor | None, group: dict[str, Any]) -> dict[str, Tensor]:
         refuse_sparse(type(self).__name__, grad)
-        home, known = param, self.state.get(param, {})
+        home, known = param, self._states.get(param, {})
         if self._offload is not None:
+            if self._offload.is_ready(self, param, known, group):
+                return known  # type: ignore[no-any-return]
             home, known = self._offload.placed(param, known)
         state = param_state.for_step(self._rule, type(self).__name__, home, known, group)
         if state:
-            self.state[param] = state
+            self._states[param] = state
         return state
 
     def state_dict(self) -> dict[str, Any]:
@@ -202,6 +221,11 @@ class Engine(SkippingOptimizer):
             super().load_state_dict(state_dict)
 
     def _host_for_grads(self) -> HostGrads | None:
+        if self.offload == "stream":
+            raise ValueError(
+                f"{type(self).__name__}: release_grads goes with offload=True, got 'stream', whose step needs all "
+                "grads on the GPU"
+            )
         return self._offload.arrived if self._offload and any(param.is_cuda for param in params_of(self)) else None
 
     @torch.no_grad()

@@ -25,12 +25,19 @@ def check_max_norm(name: str, max_norm: float | None) -> None:
         raise ValueError(f"{name}: max_norm must be above 0, got {max_norm}; None turns clipping off")
 
 
-def check_global(name: str, max_norm: float | None, guard: bool | None, offload: bool = False) -> None:
+def offload_of(name: str, offload: bool | str) -> bool | str:
+    """Return the option without its other name for True."""
+    if offload == "stream" and not torch.cuda.is_available():
+        raise RuntimeError(f"{name}: offload='stream' needs a GPU, got a machine without one; leave it out")
+    if not isinstance(offload, bool) and offload not in ("cpu", "stream"):
+        raise TypeError(f"{name}: offload must be True, False, 'cpu' or 'stream', got {offload!r}")
+    return True if offload == "cpu" else offload
+
+
+def check_global(name: str, max_norm: float | None, guard: bool | None) -> None:
     check_max_norm(name, max_norm)
     if not isinstance(guard, bool | None):
         raise TypeError(f"{name}: guard must be True, False or None, got {guard!r}")
-    if not isinstance(offload, bool):
-        raise TypeError(f"{name}: offload must be True or False, got {offload!r}")
     if max_norm is not None and guard is False:
         raise ValueError(f"{name}: max_norm needs the guard: a non-finite norm would clip every grad to NaN")
 

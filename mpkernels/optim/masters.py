@@ -16,7 +16,6 @@ KEYS = {"split": "remainder", "fp32": "master"}  # scheme -> key in a parameter'
 _NARROW = (torch.bfloat16, torch.float16)
 
 State = dict[str, Tensor]
-States = Mapping[Tensor, State]
 
 
 def needs_master(param: Tensor) -> bool:
@@ -136,11 +135,12 @@ def before_rounding(param: Tensor, dtype: torch.dtype, state: State) -> Tensor:
 
 
 @torch.no_grad()
-def align(params: Iterable[Tensor], states: States) -> list[Tensor]:
-    """Update each fp32 copy where somebody has written to its weight. Return for each copy whether it has changed."""
+def align(weights: Iterable[tuple[Tensor, State]]) -> list[Tensor]:
+    """Update each fp32 copy in these states where somebody has written to its weight. Return for each copy whether it
+    has changed."""
     changed = []
-    for param in params:
-        if needs_master(param) and "master" in (state := states.get(param, {})):
+    for param, state in weights:
+        if needs_master(param) and "master" in state:
             part, master = part_of(param.detach()), part_of(state["master"])
             new = true_weight(part, {"master": master})
             changed.append(~((new == master) | (new.isnan() & master.isnan())).all())
@@ -153,9 +153,9 @@ def align(params: Iterable[Tensor], states: States) -> list[Tensor]:
     return changed
 
 
-def compare_loaded(name: str, params: Iterable[Tensor], states: States) -> None:
+def compare_loaded(name: str, weights: Iterable[tuple[Tensor, State]]) -> None:
     """Align the masters with the weights before the first step after a load, and warn if they differed."""
-    if changed := sum(map(bool, align(params, states))):
+    if changed := sum(map(bool, align(weights))):
         warnings.warn(
             f"{name}: {changed} parameters are not the weights that the loaded masters were made for; the weights "
             "win. Load the model's checkpoint that belongs to the optimizer's.",

@@ -177,7 +177,7 @@ class Masters(SkippingOptimizer):
         self._wide_weights.cover(self.wrapped, params)
         if self._is_loaded:
             self._is_loaded = False
-            masters.compare_loaded("Masters", params, states)
+            masters.compare_loaded("Masters", ((param, states.get(param, {})) for param in params))
         for param in params:
             state = states.get(param, {})
             masters.drop_unfit(state, param)

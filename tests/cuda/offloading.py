@@ -7,7 +7,7 @@ from torch import nn
 from mpkernels._shared.parameters import real
 from mpkernels.amp import GradScaler
 from mpkernels.optim import AdamW
-from mpkernels.optim.offload import plan
+from mpkernels.optim.offload import plan, slots, streamed_plan
 from tests.cuda.training import CUDA
 from tests.hard_grads import same_bits
 from tests.networks import B16, F16
@@ -23,7 +23,8 @@ def buckets_of(size):
 
     @pytest.fixture(autouse=True)
     def buckets(monkeypatch):
-        monkeypatch.setattr(plan, "BUCKET", size)
+        for module in (plan, slots, streamed_plan):
+            monkeypatch.setattr(module, "BUCKET", size)
 
     return buckets
 
@@ -92,9 +93,9 @@ for_each_kind = pytest.mark.parametrize(("dtype", "master", "state_dtype"), KIND
 RULES = [OPTIMIZERS["AdamW"], OPTIMIZERS["SGD, momentum"]]
 
 
-def offloaded(dtype=B16, shapes=SQUARE, released=False, place=CUDA, **options):
+def offloaded(dtype=B16, shapes=SQUARE, released=False, place=CUDA, offload=True, **options):
     params = parameters(dtype, place, shapes)
-    optimizer = AdamW(params, lr=0.01, offload=True, **options)
+    optimizer = AdamW(params, lr=0.01, offload=offload, **options)
     if released:
         optimizer.release_grads()
     return params, optimizer

@@ -1,4 +1,4 @@
-"""offload=True computes the same bits as the optimizer without it, whichever copy is late."""
+"""offload computes the same bits as the optimizer without it, whichever copy is late."""
 
 from contextlib import nullcontext
 
@@ -17,7 +17,8 @@ _buckets = buckets_of(800)  # more than there are slices
 @for_each_kind
 @pytest.mark.parametrize("line", OF_ANY_SHAPE.values(), ids=OF_ANY_SHAPE)
 @pytest.mark.parametrize("limits", [{}, {"max_norm": 1.0}, {"guard": False}], ids=str)
-def test_offload_gives_the_same_bits(line, dtype, master, state_dtype, scaler, limits):
+@pytest.mark.parametrize("way", [True, "stream"])
+def test_offload_gives_the_same_bits(way, line, dtype, master, state_dtype, scaler, limits):
     if scaler == "torch's" and dtype != F32:
         pytest.skip("torch's scaler refuses such grads")
     options = {"master": master, "state_dtype": state_dtype, **limits}
@@ -25,9 +26,10 @@ def test_offload_gives_the_same_bits(line, dtype, master, state_dtype, scaler, l
     bad_step = 2 if is_checked else -1
     ours, theirs = (
         trained(line.ours(params, offload=offload, **options), params, SCALERS[scaler](), bad_step)
-        for offload, params in ((True, parameters(dtype)), (False, parameters(dtype)))
+        for offload, params in ((way, parameters(dtype)), (False, parameters(dtype)))
     )
     assert_same(ours, theirs)
+    assert str(ours.overflow_report()) == str(theirs.overflow_report())
     assert ours.skipped_steps is None or ours.skipped_steps == (bad_step == 2)
 
 

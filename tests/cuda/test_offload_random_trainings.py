@@ -1,4 +1,4 @@
-"""offload=True: in random trainings, the optimizer stays equal to one without offload."""
+"""offload: in random trainings, the optimizer stays equal to one without it."""
 
 import random
 
@@ -18,14 +18,15 @@ _buckets = buckets_of(800)  # more than there are slices
 class Two:
     """The same optimizer with and without offload, whose states must stay equal."""
 
-    def __init__(self, random, line, dtype, scaled, released, **options):
+    def __init__(self, random, line, dtype, scaled, released, offload, **options):
         self.random, self.line, self.options, self.seed, self.released = random, line, options, 0, released
+        self.offload = offload
         self.params = [parameters(dtype), parameters(dtype)]
         self.optimizers = [self.made(i) for i in range(2)]
         self.scalers = [GradScaler("cuda", init_scale=8.0, growth_interval=2) if scaled else None for _ in range(2)]
 
     def made(self, i):
-        optimizer = self.line.ours(self.params[i][:7], offload=i == 0, **self.options)
+        optimizer = self.line.ours(self.params[i][:7], offload=self.offload if i == 0 else False, **self.options)
         for param in self.params[i][7:]:
             optimizer.add_param_group({"params": [param], "lr": 1e-3})
         if self.released and i == 0:
@@ -96,8 +97,9 @@ ACTS = [it for it in vars(Two) if not it.startswith("_") and it not in ("made", 
 
 
 @pytest.mark.filterwarnings("ignore:.*are not the weights that the loaded masters were made for")  # if they aren't
+@pytest.mark.parametrize("offload", [True, "stream"])
 @pytest.mark.parametrize("seed", range(200))
-def test_random_trainings_stay_equal(seed):
+def test_random_trainings_stay_equal(seed, offload):
     drawn = random.Random(seed)
     dtype = drawn.choice((F32, B16, B16, F16))
     options = {
@@ -105,10 +107,12 @@ def test_random_trainings_stay_equal(seed):
         "state_dtype": drawn.choice((F32, B16, INT8)),
         "max_norm": drawn.choice((None, 1.0)),
     }
-    line, released = drawn.choice(list(OF_ANY_SHAPE.values())), drawn.random() < 0.4
-    two = Two(drawn, line, dtype, drawn.random() < 0.5, released, **options)
-    for name in ["step", *drawn.choices(["step", "step", "overflow", *ACTS], k=8), "step"]:
+    line, released = drawn.choice(list(OF_ANY_SHAPE.values())), drawn.random() < 0.4 and offload is True
+    two = Two(drawn, line, dtype, drawn.random() < 0.5, released, offload, **options)
+    names = ["step", *drawn.choices(["step", "step", "overflow", *ACTS], k=8), "step"]
+    for i, name in enumerate(names):
         getattr(two, name)()
-        assert_same(*two.optimizers, norm=not released)
+        if i + 1 == len(names) or offload is True or seed % 2:  # a look at the states waits for them
+            assert_same(*two.optimizers, norm=not released)
         if two.scalers[0] is not None and two.scalers[0]._scale is not None:
             assert two.scalers[0].get_scale() == two.scalers[1].get_scale()

@@ -65,16 +65,25 @@ class Pinned:
 
     def like(self, tensor: Tensor) -> Tensor:
         """Return a tensor of the shape and dtype of ``tensor``, and of its strides if they leave no gaps."""
-        size = size_of(tensor)
+        return shaped(self.take(size_of(tensor)), tensor)
+
+    def take(self, size: int) -> Tensor:
+        """Return so many bytes, side by side with those before if there is room."""
         with self._lock:
             if self._left.numel() < size:
-                self._left = pinned(max(size, BUCKET))
+                self._left = pinned(max(1 << (size - 1).bit_length(), BUCKET))  # torch rounds up to a power of 2
             piece, self._left = self._left[:size], self._left[size:]
-        return shaped(piece, tensor)
+        return piece
 
 
 def pinned(size: int) -> Tensor:
-    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    try:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"mpkernels: offload needs {size} bytes more of pinned memory, which the host doesn't give ({error}); free "
+            "memory, raise the limit that `ulimit -l` shows, or leave offload out"
+        ) from error
 
 
 def size_of(tensor: Tensor) -> int:

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpkernels._shared.parameters import by_device, real, real_values
+from mpkernels._shared.parameters import by_device
 from mpkernels.distributed.parts import parts_of
 from mpkernels.distributed.shares import Parts
 from mpkernels.ops.step.skip_and_clip import write_outcome
 from mpkernels.optim import norm_without_plan
 from mpkernels.optim.masters import needs_master
+from mpkernels.optim.offload.buckets import in_buckets, in_order_of
 from mpkernels.optim.offload.copies import BUCKET, dense, uninterrupted
 from mpkernels.optim.offload.grads import HostGrads, Slices
 from mpkernels.optim.offload.twins import Twins
@@ -48,7 +49,7 @@ class OffloadedPlan:
         """rows: of the optimizer's parameters, with twins in the place of those on a GPU. sizes: in bytes, of the grads
         at ``places``. arrived: grads that the step uses up."""
         self._params, self._places, self._homes = params, places, [rows[i][1] for i in places]
-        self._buckets = list(_buckets(places, sizes))
+        self._buckets = list(in_buckets(places, sizes, BUCKET))
         self._plans = [Plan(rule, rows, bucket) for bucket in self._buckets]
         self._ledger, self._twins, self._arrived, self._slices = ledger, twins, arrived, slices
         stepped = [params[i] for i in places]
@@ -161,27 +162,6 @@ class OffloadedPlan:
         self._ledger.keep(places_by_device)
         for device, places in places_by_device.items():
             params = [self._params[i] for i in places]
-            in_order = list(map(_in_order_of, parts_of(params), parts_of([grads[i] for i in places])))
+            in_order = list(map(in_order_of, parts_of(params), parts_of([grads[i] for i in places])))
             found_inf = torch.ones((), dtype=torch.float32, device=device)
             self._ledger.fill(params, in_order, found_inf, verdict.grad_scale, False, lambda: self._params)
-
-
-def _in_order_of(param: Tensor, grad: Tensor) -> Tensor:
-    """Return the grad in the order of its parameter's memory."""
-    grad, param = real_values(grad), real(param)
-    if grad.stride() == param.stride():
-        return grad
-    return torch.empty_like(param, dtype=grad.dtype, device=grad.device).copy_(grad)
-
-
-def _buckets(places: Sequence[int], sizes: Sequence[int]) -> Any:
-    """Yield neighbours that together have no more bytes than a bucket, or one alone that has more."""
-    bucket: list[int] = []
-    total = 0
-    for place, size in zip(places, sizes, strict=True):
-        if bucket and total + size > BUCKET:
-            yield bucket
-            bucket, total = [], 0
-        bucket.append(place)
-        total += size
-    yield bucket

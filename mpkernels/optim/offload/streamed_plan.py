@@ -1,0 +1,231 @@
+"""The plan of a step whose states visit the GPU: bucket after bucket arrives, is stepped and leaves."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mpkernels._shared.parameters import real
+from mpkernels.distributed.parts import part_of, parts_in
+from mpkernels.distributed.shares import Parts
+from mpkernels.ops import _checks
+from mpkernels.ops.grads.overflow import overflow_
+from mpkernels.ops.step.int8 import QUANTIZED
+from mpkernels.optim.offload.buckets import in_buckets, in_order_of
+from mpkernels.optim.offload.copies import BUCKET, dense, shaped, uninterrupted
+from mpkernels.optim.offload.slots import LINE, Block, Pair, Slots
+from mpkernels.optim.optimizer_rule import OptimizerRule
+from mpkernels.optim.plan import Group, Plan, State
+from mpkernels.optim.step_plan import Verdict
+from mpkernels.overflow.ledger import Ledger
+
+_KIND = attrgetter("dtype", "device", "shape")
+
+
+class Span(NamedTuple):
+    """Neighbours among a plan's parameters. Or one of them alone, from element ``begin`` to ``end`` in memory."""
+
+    first: int
+    last: int
+    begin: int = 0
+    end: int | None = None
+
+    def of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return (
+            list(tensors[self.first : self.last])
+            if self.end is None
+            else [_flat(tensors[self.first])[self.begin : self.end]]
+        )
+
+
+class _Bucket(NamedTuple):
+    span: Span
+    plan: Plan
+    brought: list[Pair]
+    sent: list[Pair]
+
+
+class StreamedPlan(Plan):
+    """The parameters of one device that have a grad. Their own states, on the host, are stepped in slots."""
+
+    def __init__(
+        self,
+        rule: OptimizerRule,
+        all_rows: Sequence[tuple[Group, Tensor, State]],
+        places: list[int],
+        ledger: Ledger,
+        parts: Parts | None,
+        blocks: Mapping[Tensor, Block],
+        slots: Slots,
+    ) -> None:
+        super().__init__(rule, all_rows, places, ledger, parts)
+        rows, self._slots, self._blocks = (
+            [all_rows[i] for i in places],
+            slots,
+            [blocks[param] for param in self._wholes],
+        )
+        spans = list(_spans(self._parts, self._blocks))
+        slots.fit([size for _, size in spans])
+        self._buckets = [self._bucket(rows, span, slots.memory[i % slots.COUNT]) for i, (span, _) in enumerate(spans)]
+        self._cut = sorted({span.first for span, _ in spans if span.end is not None})
+        self._addresses = self._addresses_now()
+        self._strides = [real(part).stride() for part in self._parts]
+        self._kinds: list[Any] = []  # of what was rehearsed
+
+    def _bucket(self, rows: Sequence[tuple[Group, Tensor, State]], span: Span, slot: Tensor) -> _Bucket:
+        here, used = [], 0
+        brought: list[Pair] = []
+        for (group, param, _), block in zip(rows[span.first : span.last], self._blocks[span.first :], strict=False):
+            if span.end is None:
+                state = {key: shaped(slot[used + at :], part_of(block.state[key])) for key, at in block.offsets.items()}
+                brought.append((slot[used : used + block.memory.numel()], block.memory))
+                used += block.memory.numel()
+                weight = param
+            else:
+                part = self._parts[span.first].detach()
+                weight = _flat(part)[span.begin : span.end]
+                state, brought = _cut(block.state, part.numel(), span.begin, span.end, slot)
+            here.append((group, weight, state))
+        brought = _joined(brought)
+        is_unfinished = span.end is not None and span.end < self._parts[span.first].numel() and "step" in state
+        sent = brought[:-1] if is_unfinished else brought  # all pieces begin with the count that the last one sends
+        return _Bucket(span, Plan(self._rule, here, list(range(len(here)))), brought, sent)
+
+    def look_and_step(self, *_: Any) -> bool:
+        """Return False: the look at the grads comes before all buckets, not in a call that also steps."""
+        return False
+
+    def _addresses_now(self) -> list[int]:
+        return [part_of(self._wholes[i]).data_ptr() for i in self._cut]
+
+    @property
+    def has_moved(self) -> bool:
+        return self._addresses_now() != self._addresses or super().has_moved
+
+    @property
+    def first_has_moved(self) -> bool:
+        return self._addresses_now() != self._addresses or super().first_has_moved
+
+    def step(
+        self, grads: list[Any], verdict: Verdict, max_norm: float | None = None, skipped_steps: Tensor | None = None
+    ) -> None:
+        """Give the device a step, or a skip, and don't wait for it. If this raises, nothing has been stepped."""
+        here = self._grads_here(grads)
+        if list(map(Tensor.stride, here)) != self._strides:
+            here = list(map(in_order_of, self._parts, here))
+        grads_by_bucket = [bucket.span.of(here) for bucket in self._buckets]
+        self._rehearse(here, grads_by_bucket, max_norm)
+        may_be_skipped = any(it is not None for it in verdict[:3])
+        if verdict.outcome is None and may_be_skipped:
+            verdict = verdict._replace(outcome=torch.empty(2, dtype=torch.float32, device=self.device))
+        slots, buckets = self._slots, self._buckets
+        with uninterrupted():
+            slots.begin()
+            for i, bucket in enumerate(buckets[: slots.COUNT]):
+                slots.bring(i, bucket.brought)
+            for i, bucket in enumerate(buckets):
+                slots.await_arrival(i)
+                if i == 0:  # writes the outcome
+                    bucket.plan.step(grads_by_bucket[i], verdict, max_norm, skipped_steps)
+                    self._report(here, verdict)
+                else:
+                    bucket.plan.step(grads_by_bucket[i], verdict._replace(outcome=None), max_norm)
+                slots.send(i, bucket.sent)
+                if i + slots.COUNT < len(buckets):
+                    slots.bring(i + slots.COUNT, buckets[i + slots.COUNT].brought)
+            slots.end()
+            torch.autograd.graph.increment_version([self._wholes[i] for i in self._cut])
+
+    def _rehearse(self, here: list[Tensor], grads_by_bucket: list[list[Tensor]], max_norm: float | None) -> None:
+        """Have each bucket's step check its arguments, unless they are of the kinds that the last one checked. These
+        steps are skipped, so they do nothing else."""
+        options = [x for group in self.groups for x in self._rule.hyperparameters(group)]
+        kinds = [*map(_KIND, here), *map(_KIND, self._parts), *map(Tensor.stride, self._parts), *map(_kind_of, options)]
+        if kinds == self._kinds:
+            return
+        op = self._ops.rule.op
+        _checks.tensors(op, "grads", here, device=self.device)
+        for i, (grad, part) in enumerate(zip(here, map(real, self._parts), strict=True)):
+            if grad.shape != part.shape:  # a piece doesn't show it
+                raise ValueError(
+                    f"{op}: grads[{i}] must have the parameter's shape {tuple(part.shape)}, got {tuple(grad.shape)}"
+                )
+        skip = Verdict(found_inf=torch.ones((), dtype=torch.float32, device=self.device))
+        for bucket, grads in zip(self._buckets, grads_by_bucket, strict=True):
+            bucket.plan.step(grads, skip, max_norm)
+        self._kinds = kinds
+
+    def _report(self, grads: list[Tensor], verdict: Verdict) -> None:
+        """Note facts about the grads, should the step be skipped."""
+        if verdict.outcome is not None and self.report is not None:
+            scale = verdict.grad_scale
+            overflow_(grads, verdict.outcome[1], scale, False, self.report)
+
+
+def _kind_of(option: Any) -> Any:
+    return _KIND(option) if isinstance(option, Tensor) else type(option)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """Return a dense tensor's elements in the order of memory."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def _spans(parts: Sequence[Tensor], blocks: Sequence[Block]) -> Iterator[tuple[Span, int]]:
+    """Yield what makes a bucket, and how many bytes of a slot it takes."""
+    sizes = [block.memory.numel() for block in blocks]
+    for places in in_buckets(range(len(parts)), sizes, BUCKET):
+        first, last = places[0], places[-1] + 1
+        size = sum(sizes[first:last])
+        if size <= BUCKET or not _may_be_cut(parts[first], blocks[first].state):
+            yield Span(first, last), size
+            continue
+        elements = parts[first].numel()
+        each = -(-size // elements)  # bytes, rounded up
+        most = max(1, (BUCKET - LINE * len(blocks[first].offsets)) // (each * QUANTIZED)) * QUANTIZED
+        for begin in range(0, elements, most):
+            count = min(most, elements - begin)
+            yield Span(first, last, begin, begin + count), count * each + LINE * len(blocks[first].offsets)
+
+
+def _may_be_cut(part: Tensor, state: State) -> bool:
+    shaped_states = [it for it in parts_in(state).values() if it.shape == part.shape]
+    are_alike = all(it.stride() == part.stride() for it in shaped_states)
+    return are_alike and dense(part) is part and not part.is_complex()
+
+
+def _cut(whole: State, elements: int, begin: int, end: int, slot: Tensor) -> tuple[State, list[Pair]]:
+    """Return the states in a slot of a piece of a parameter, and what is copied there: the count of steps last."""
+    state: State = {}
+    pairs: list[Pair] = []
+    used = 0
+    for key, host in parts_in(whole).items():
+        if key == "scales":
+            blocks = host.view(-1, -(-elements // QUANTIZED))
+            hosts = list(blocks[:, begin // QUANTIZED : -(-end // QUANTIZED)].unbind())
+        else:
+            hosts = [host.view(1)] if key == "step" else [_flat(host)[begin:end]]
+        count = sum(it.numel() for it in hosts)
+        state[key] = slot[used:][: count * host.itemsize].view(host.dtype).data
+        pairs += zip(state[key].split(hosts[0].numel()), hosts, strict=True)
+        used += -(-count * host.itemsize // LINE) * LINE
+    return state, pairs
+
+
+def _joined(pairs: Sequence[Pair]) -> list[Pair]:
+    """Return as few pairs as possible: neighbours in both memories become one."""
+    joined: list[Pair] = []
+    for there, host in pairs:
+        if joined and _are_neighbours(joined[-1][0], there) and _are_neighbours(joined[-1][1], host):
+            size = (joined[-1][0].numel() + there.numel(),)
+            joined[-1] = joined[-1][0].as_strided(size, (1,)), joined[-1][1].as_strided(size, (1,))
+        elif there.numel():
+            joined.append((there, host))
+    return joined
+
+
+def _are_neighbours(one: Tensor, other: Tensor) -> bool:
+    is_same = one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() and one.dtype == other.dtype
+    return is_same and one.storage_offset() + one.numel() == other.storage_offset()
