@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from mpkernels import checkpoint
 from mpkernels.nn import LinearAct
+from tests.cuda.offloading import buckets_of
 from tests.cuda.training import CUDA, Loop, batch
 
 
@@ -74,6 +75,7 @@ def is_same(one, other):
     return one[1] == other[1] and len(one[0]) == len(other[0]) and all(map(torch.equal, one[0], other[0]))
 
 
+_buckets = buckets_of(1000)  # several
 CALLS = {
     "step": lambda loop, saved, path: loop.optimizer.step(),
     "step under a scaler": lambda loop, saved, path: loop.scaler.step(loop.optimizer),
@@ -83,7 +85,7 @@ CALLS = {
 }
 INT8 = {"state_dtype": torch.int8}
 CASES = [*((call, {"max_norm": 0.5}, 2) for call in CALLS), ("step", INT8, 0), ("step under a scaler", {}, 0)]
-CASES += [(call, {"max_norm": 0.5, "offload": True}, 2) for call in CALLS]
+CASES += [(call, {"max_norm": 0.5, "offload": way}, 2) for call in CALLS for way in (True, "stream")]
 
 
 @pytest.mark.parametrize("breaks", [OUT_OF_MEMORY, CTRL_C], ids=["out of memory", "Ctrl-C"])
@@ -121,8 +123,7 @@ def test_a_call_that_breaks_off_leaves_nothing_half_done(name, options, steps, b
         pairs = zip(leaves, wanted_leaves, strict=True)
         assert all(torch.equal(a, b) if torch.is_tensor(a) else a == b for a, b in pairs)
     can_break = {"save", "load_state_dict"} if breaks is CTRL_C else CALLS.keys() - {"save"}  # a save allocates nothing
-    if "offload" in options:  # the host steps, and holds the states that are loaded
-        can_break = (
-            {"save", "step", "step under a scaler"} if breaks is CTRL_C else CALLS.keys() - {"save", "load_state_dict"}
-        )
+    if "offload" in options:  # the host holds the states that are loaded
+        steps_on_host = {"step", "step under a scaler"} if options["offload"] is True else {"load_state_dict"}
+        can_break = {"save"} | steps_on_host if breaks is CTRL_C else CALLS.keys() - {"save", "load_state_dict"}
     assert (number > 1) == (name in can_break)

@@ -90,12 +90,14 @@ SCALERS = {
 }
 KINDS = [(F32, "split", F32), (B16, "split", INT8), (B16, "fp32", B16), (F16, "split", F32)]
 for_each_kind = pytest.mark.parametrize(("dtype", "master", "state_dtype"), KINDS, ids=str)
+in_each_way = pytest.mark.parametrize("way", [True, "stream"])
+released_or_not = pytest.mark.parametrize(("way", "released"), [(True, False), (True, True), ("stream", False)])
 RULES = [OPTIMIZERS["AdamW"], OPTIMIZERS["SGD, momentum"]]
 
 
-def offloaded(dtype=B16, shapes=SQUARE, released=False, place=CUDA, offload=True, **options):
+def offloaded(dtype=B16, shapes=SQUARE, released=False, place=CUDA, way=True, **options):
     params = parameters(dtype, place, shapes)
-    optimizer = AdamW(params, lr=0.01, offload=offload, **options)
+    optimizer = AdamW(params, lr=0.01, offload=way, **options)
     if released:
         optimizer.release_grads()
     return params, optimizer

@@ -6,7 +6,17 @@ import pytest
 import torch
 
 from mpkernels.amp import accumulate
-from tests.cuda.offloading import F32, SCALERS, assert_same, buckets_of, for_each_kind, loss_of, parameters, trained
+from tests.cuda.offloading import (
+    F32,
+    SCALERS,
+    assert_same,
+    buckets_of,
+    for_each_kind,
+    in_each_way,
+    loss_of,
+    parameters,
+    trained,
+)
 from tests.networks import B16
 from tests.optim.optimizers import OF_ANY_SHAPE, OPTIMIZERS
 
@@ -17,7 +27,7 @@ _buckets = buckets_of(800)  # more than there are slices
 @for_each_kind
 @pytest.mark.parametrize("line", OF_ANY_SHAPE.values(), ids=OF_ANY_SHAPE)
 @pytest.mark.parametrize("limits", [{}, {"max_norm": 1.0}, {"guard": False}], ids=str)
-@pytest.mark.parametrize("way", [True, "stream"])
+@in_each_way
 def test_offload_gives_the_same_bits(way, line, dtype, master, state_dtype, scaler, limits):
     if scaler == "torch's" and dtype != F32:
         pytest.skip("torch's scaler refuses such grads")

@@ -1,4 +1,4 @@
-"""offload=True: closures, graphs, compiled steps, refusals, processes, and writes that raise no version."""
+"""offload: closures, graphs, compiled steps, refusals, processes, and writes that raise no version."""
 
 import pytest
 import torch
@@ -6,7 +6,18 @@ import torch
 from mpkernels.amp import GradScaler, accumulate
 from mpkernels.optim import AdamW
 from mpkernels.optim.offload.plan import OffloadedPlan
-from tests.cuda.offloading import SQUARE, are_same, assert_same, buckets_of, loss_of, offloaded, parameters, trained
+from tests.cuda.offloading import (
+    SQUARE,
+    are_same,
+    assert_same,
+    buckets_of,
+    in_each_way,
+    loss_of,
+    offloaded,
+    parameters,
+    released_or_not,
+    trained,
+)
 from tests.cuda.test_processes import fake_processes
 from tests.cuda.training import CUDA
 from tests.networks import B16
@@ -14,8 +25,9 @@ from tests.networks import B16
 _buckets = buckets_of(64 * 64 * 2)  # one for each SQUARE
 
 
-def test_closures_and_steps_without_grads_work():
-    params, optimizer = offloaded()
+@in_each_way
+def test_closures_and_steps_without_grads_work(way):
+    params, optimizer = offloaded(way=way)
     theirs = parameters(B16, shapes=SQUARE)
     plain = AdamW(theirs, lr=0.01)
     optimizer.step()
@@ -33,18 +45,20 @@ def test_closures_and_steps_without_grads_work():
 
 
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
-def test_a_capture_is_refused():
-    params, optimizer = offloaded()
+@in_each_way
+def test_a_capture_is_refused(way):
+    params, optimizer = offloaded(way=way)
     trained(optimizer, params)
     graph = torch.cuda.CUDAGraph()
-    says = r"offload=True can't be captured in a CUDA graph.*leave offload out"
+    says = rf"offload={way!r} can't be captured in a CUDA graph.*leave offload out"
     with pytest.raises(RuntimeError, match=says), torch.cuda.graph(graph):
         optimizer.step()
 
 
-def test_a_replayed_backward_is_stepped():
+@in_each_way
+def test_a_replayed_backward_is_stepped(way):
     """A graph's writes to grads raise no version, so grads are copied at each step."""
-    params, optimizer = offloaded(guard=False)
+    params, optimizer = offloaded(guard=False, way=way)
     theirs = parameters(B16, shapes=SQUARE)
     plain = AdamW(theirs, lr=0.01, guard=False)
     factor = torch.ones((), device=CUDA, dtype=B16)
@@ -62,13 +76,15 @@ def test_a_replayed_backward_is_stepped():
     assert_same(optimizer, plain)
 
 
-def test_a_compiled_step_runs_as_written_or_is_refused():
-    (params, optimizer), (theirs, plain) = offloaded(), offloaded()
+@in_each_way
+def test_a_compiled_step_runs_as_written_or_is_refused(way):
+    torch.compiler.reset()  # else code that was compiled for the other way might fit
+    (params, optimizer), (theirs, plain) = offloaded(way=way), offloaded()
     for it, its_params in ((optimizer, params), (plain, theirs)):
         trained(it, its_params)
         it.zero_grad()
         loss_of(its_params, 9).backward()
-    with pytest.raises(Exception, match="offload=True must not be part of a full graph: the host steps"):
+    with pytest.raises(Exception, match=f"offload={way!r} must not be part of a full graph"):
         torch.compile(optimizer.step, backend="eager", fullgraph=True)()
     torch.compile(optimizer.step, backend="eager")(), plain.step()
     assert_same(optimizer, plain)
@@ -102,9 +118,10 @@ def test_a_write_to_a_weight_that_raises_no_version_is_undone():
         assert bool((weight.float() > 4).all()) is is_seen
 
 
-def test_a_skipped_step_sends_weights_that_another_kind_of_master_rounds_differently():
+@in_each_way
+def test_a_skipped_step_sends_weights_that_another_kind_of_master_rounds_differently(way):
     """A copy rounds ties to even, a split master rounds them up."""
-    [param], optimizer = offloaded(shapes=[(8,)], master="fp32")
+    [param], optimizer = offloaded(shapes=[(8,)], master="fp32", way=way)
     param.grad = torch.ones_like(param)
     optimizer.step()
     param.detach().fill_(1)
@@ -145,18 +162,18 @@ def test_memory_is_given_back():
     assert [it() for it in dead] == [None] * 3
 
 
-@pytest.mark.parametrize("way", ["process_group", "ZeRO"])
-@pytest.mark.parametrize("released", [False, True])
-def test_processes_agree_as_without_offload(way, released):
+@pytest.mark.parametrize("by", ["process_group", "ZeRO"])
+@released_or_not
+def test_processes_agree_as_without_offload(by, way, released):
     from torch import distributed
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     found = []
     with fake_processes(1):
-        for offload in (True, False):
+        for offload in (way, False):
             params = parameters(B16, shapes=SQUARE)
             options = {"lr": 0.01, "offload": offload, "max_norm": 1.0}
-            if way == "ZeRO":
+            if by == "ZeRO":
                 optimizer = ZeroRedundancyOptimizer(params, AdamW, **options)
                 inner = optimizer.optim
             else:

@@ -1,4 +1,4 @@
-"""offload=True: models that move, copies, parameters in several places and of any kind."""
+"""offload: models that move, copies, parameters in several places and of any kind."""
 
 import copy
 import gc
@@ -15,7 +15,19 @@ from torch.distributed.fsdp import fully_shard
 from mpkernels.amp import GradScaler, to_full, to_mixed
 from mpkernels.distributed.parts import part_of
 from mpkernels.optim import AdamW
-from tests.cuda.offloading import F32, INT8, assert_same, buckets_of, loss_of, offloaded, parameters, take_step, trained
+from tests.cuda.offloading import (
+    F32,
+    INT8,
+    assert_same,
+    buckets_of,
+    in_each_way,
+    loss_of,
+    offloaded,
+    parameters,
+    released_or_not,
+    take_step,
+    trained,
+)
 from tests.cuda.test_processes import fake_processes
 from tests.cuda.training import CUDA
 from tests.hard_grads import same_bits
@@ -31,21 +43,22 @@ def move(params, place=None, dtype=None):
 
 @pytest.mark.parametrize("master", ["split", "fp32"])
 @pytest.mark.parametrize(
-    "way", [{"place": "cpu"}, {"place": torch.device("cuda", 1)}, {"dtype": F32}, {"dtype": torch.float16}], ids=str
+    "to", [{"place": "cpu"}, {"place": torch.device("cuda", 1)}, {"dtype": F32}, {"dtype": torch.float16}], ids=str
 )
-def test_training_goes_on_after_a_model_has_moved(way, master):
+@in_each_way
+def test_training_goes_on_after_a_model_has_moved(way, to, master):
     """A model moves to the host and back, as when a sampler needs the GPU; or to another device or dtype for good."""
-    if torch.cuda.device_count() < 2 and way.get("place") not in ("cpu", None):
+    if torch.cuda.device_count() < 2 and to.get("place") not in ("cpu", None):
         pytest.skip("there are no two CUDA devices")
     found = []
-    for offload in (True, False):
+    for offload in (way, False):
         params = parameters(B16)
         optimizer = AdamW(params, lr=0.01, offload=offload, master=master)
         trained(optimizer, params)
         optimizer.zero_grad()
-        if offload or "place" not in way:
-            move(params, **way)
-        if way.get("place") == "cpu":
+        if offload or "place" not in to:
+            move(params, **to)
+        if to.get("place") == "cpu":
             if offload:
                 loss_of(params, 8).backward()
                 optimizer.step()
@@ -57,7 +70,7 @@ def test_training_goes_on_after_a_model_has_moved(way, master):
         optimizer.zero_grad()
         trained(optimizer, params, bad_step=-1)
         found.append(optimizer)
-    if way.get("place") != "cpu":
+    if to.get("place") != "cpu":
         assert_same(*found, norm=False)
 
 
@@ -72,13 +85,14 @@ def saved_and_loaded(it):
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, pickled, saved_and_loaded], ids=lambda it: it.__name__)
-def test_a_copy_goes_on_alone(duplicate):
-    params, optimizer = offloaded()
+@in_each_way
+def test_a_copy_goes_on_alone(duplicate, way):
+    params, optimizer = offloaded(way=way)
     trained(optimizer, params)
     optimizer.zero_grad()
     other = duplicate(optimizer)
     others = other.param_groups[0]["params"]
-    assert (other.offload, repr(other)) == (True, repr(optimizer))
+    assert (other.offload, repr(other)) == (way, repr(optimizer))
     for it, its_params in ((optimizer, params), (other, others)):
         trained(it, its_params, bad_step=1)
     assert_same(optimizer, other)
@@ -99,8 +113,9 @@ def test_a_model_that_leaves_the_device_takes_its_grads_along_and_no_pinned_memo
     assert twin() is None
 
 
-def test_a_loader_may_put_states_on_the_device():
-    params, optimizer = offloaded()
+@in_each_way
+def test_a_loader_may_put_states_on_the_device(way):
+    params, optimizer = offloaded(way=way)
     theirs, plain = offloaded()
     trained(optimizer, params), trained(plain, theirs)
     for state in optimizer.state.values():
@@ -111,11 +126,11 @@ def test_a_loader_may_put_states_on_the_device():
 
 
 @pytest.mark.parametrize("places", [("cpu", CUDA), (CUDA, "cpu"), (CUDA, torch.device("cuda", 1))], ids=str)
-@pytest.mark.parametrize("released", [False, True])
+@released_or_not
 @pytest.mark.parametrize("scaled", [False, True])
-def test_parameters_may_lie_in_several_places(devices, places, released, scaled):
+def test_parameters_may_lie_in_several_places(devices, places, way, released, scaled):
     found = []
-    for offload in (True, False):
+    for offload in (way, False):
         params = [it for place in places for it in parameters(B16, place)]
         optimizer = AdamW(params, lr=0.01, offload=offload, max_norm=1.0)
         scaler = GradScaler("cuda", init_scale=4.0) if scaled else None
@@ -127,9 +142,10 @@ def test_parameters_may_lie_in_several_places(devices, places, released, scaled)
 
 
 @pytest.mark.parametrize("place", ["cpu", CUDA])
-def test_the_learning_rate_may_be_a_tensor(place):
+@in_each_way
+def test_the_learning_rate_may_be_a_tensor(place, way):
     found = []
-    for offload in (True, False):
+    for offload in (way, False):
         params = parameters(B16)
         optimizer = AdamW(params, lr=torch.tensor(0.01, device=place), betas=(0.8, 0.9), offload=offload)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
@@ -141,9 +157,10 @@ def test_the_learning_rate_may_be_a_tensor(place):
     assert_same(*found)
 
 
-def test_weights_may_have_gaps_other_orders_and_complex_numbers():
+@in_each_way
+def test_weights_may_have_gaps_other_orders_and_complex_numbers(way):
     found = []
-    for offload in (True, False):
+    for offload in (way, False):
         base = torch.linspace(-1, 1, 600, device=CUDA).to(B16)
         tensors = [base[:200].view(10, 20).t(), base[200:400:2], base[400:].view(20, 10)[:, ::3]]
         params = [nn.Parameter(it) for it in tensors]
@@ -158,14 +175,14 @@ def test_weights_may_have_gaps_other_orders_and_complex_numbers():
     assert_same(*found)
 
 
-@pytest.mark.parametrize("released", [False, True])
-def test_dtensors_of_fsdp2_train_as_without_offload(released):
+@released_or_not
+def test_dtensors_of_fsdp2_train_as_without_offload(way, released):
     """A single process, whose parameters are DTensors on a mesh of GPUs."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(24, 32), nn.Linear(32, 4)).to(CUDA)
     twin, results = copy.deepcopy(model), []
     with fake_processes(1), warnings.catch_warnings(action="ignore"):
-        for it, offload in ((model, True), (twin, False)):
+        for it, offload in ((model, way), (twin, False)):
             it = fully_shard(it.bfloat16())
             optimizer = AdamW(it.parameters(), lr=0.01, max_norm=1.0, offload=offload, state_dtype=INT8)
             if offload and released:
@@ -190,9 +207,10 @@ def test_dtensors_of_fsdp2_train_as_without_offload(released):
 
 
 @pytest.mark.parametrize("master", ["split", "fp32"])
-def test_to_full_takes_the_masters_from_the_host(master):
+@in_each_way
+def test_to_full_takes_the_masters_from_the_host(way, master):
     found = []
-    for offload in (True, False):
+    for offload in (way, False):
         torch.manual_seed(0)
         model = to_mixed(nn.Linear(64, 64, device=CUDA), B16)
         optimizer = AdamW(model.parameters(), lr=1e-3, master=master, offload=offload)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from mpkernels.amp import GradScaler, accumulate
-from tests.cuda.offloading import F32, INT8, assert_same, buckets_of, loss_of, parameters, take_step
+from tests.cuda.offloading import F32, INT8, assert_same, buckets_of, in_each_way, loss_of, parameters, take_step
 from tests.cuda.training import CUDA
 from tests.networks import B16, F16
 from tests.optim.optimizers import OF_ANY_SHAPE
@@ -97,9 +97,9 @@ ACTS = [it for it in vars(Two) if not it.startswith("_") and it not in ("made", 
 
 
 @pytest.mark.filterwarnings("ignore:.*are not the weights that the loaded masters were made for")  # if they aren't
-@pytest.mark.parametrize("offload", [True, "stream"])
+@in_each_way
 @pytest.mark.parametrize("seed", range(200))
-def test_random_trainings_stay_equal(seed, offload):
+def test_random_trainings_stay_equal(seed, way):
     drawn = random.Random(seed)
     dtype = drawn.choice((F32, B16, B16, F16))
     options = {
@@ -107,12 +107,12 @@ def test_random_trainings_stay_equal(seed, offload):
         "state_dtype": drawn.choice((F32, B16, INT8)),
         "max_norm": drawn.choice((None, 1.0)),
     }
-    line, released = drawn.choice(list(OF_ANY_SHAPE.values())), drawn.random() < 0.4 and offload is True
-    two = Two(drawn, line, dtype, drawn.random() < 0.5, released, offload, **options)
+    line, released = drawn.choice(list(OF_ANY_SHAPE.values())), drawn.random() < 0.4 and way is True
+    two = Two(drawn, line, dtype, drawn.random() < 0.5, released, way, **options)
     names = ["step", *drawn.choices(["step", "step", "overflow", *ACTS], k=8), "step"]
     for i, name in enumerate(names):
         getattr(two, name)()
-        if i + 1 == len(names) or offload is True or seed % 2:  # a look at the states waits for them
+        if i + 1 == len(names) or way is True or seed % 2:  # a look at the states waits for them
             assert_same(*two.optimizers, norm=not released)
         if two.scalers[0] is not None and two.scalers[0]._scale is not None:
             assert two.scalers[0].get_scale() == two.scalers[1].get_scale()

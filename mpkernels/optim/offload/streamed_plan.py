@@ -7,12 +7,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mpkernels._shared.parameters import real
+from mpkernels._shared.parameters import put_on, real
 from mpkernels.distributed.parts import part_of, parts_in
 from mpkernels.distributed.shares import Parts
 from mpkernels.ops import _checks
 from mpkernels.ops.grads.overflow import overflow_
 from mpkernels.ops.step.int8 import QUANTIZED
+from mpkernels.ops.step.skip_and_clip import write_outcome
 from mpkernels.optim.offload.buckets import in_buckets, in_order_of
 from mpkernels.optim.offload.copies import BUCKET, dense, shaped, uninterrupted
 from mpkernels.optim.offload.slots import LINE, Block, Pair, Slots
@@ -72,7 +73,7 @@ class StreamedPlan(Plan):
         self._cut = sorted({span.first for span, _ in spans if span.end is not None})
         self._addresses = self._addresses_now()
         self._strides = [real(part).stride() for part in self._parts]
-        self._kinds: list[Any] = []  # of what was rehearsed
+        self._rehearsed: list[Any] = []  # kinds of arguments
 
     def _bucket(self, rows: Sequence[tuple[Group, Tensor, State]], span: Span, slot: Tensor) -> _Bucket:
         here, used = [], 0
@@ -117,9 +118,10 @@ class StreamedPlan(Plan):
             here = list(map(in_order_of, self._parts, here))
         grads_by_bucket = [bucket.span.of(here) for bucket in self._buckets]
         self._rehearse(here, grads_by_bucket, max_norm)
-        may_be_skipped = any(it is not None for it in verdict[:3])
-        if verdict.outcome is None and may_be_skipped:
-            verdict = verdict._replace(outcome=torch.empty(2, dtype=torch.float32, device=self.device))
+        scale, found_inf, total_sumsq = (None if it is None else put_on(self.device, it) for it in verdict[:3])
+        is_skipped = write_outcome(scale, found_inf, total_sumsq, None, None)
+        if is_skipped is not None and self.report is not None:
+            overflow_(here, is_skipped.float(), scale, False, self.report)
         slots, buckets = self._slots, self._buckets
         with uninterrupted():
             slots.begin()
@@ -127,11 +129,9 @@ class StreamedPlan(Plan):
                 slots.bring(i, bucket.brought)
             for i, bucket in enumerate(buckets):
                 slots.await_arrival(i)
-                if i == 0:  # writes the outcome
-                    bucket.plan.step(grads_by_bucket[i], verdict, max_norm, skipped_steps)
-                    self._report(here, verdict)
-                else:
-                    bucket.plan.step(grads_by_bucket[i], verdict._replace(outcome=None), max_norm)
+                outcome, skips = (verdict.outcome, skipped_steps) if i == 0 else (None, None)
+                its_verdict = Verdict(scale, found_inf, total_sumsq, outcome)
+                bucket.plan.step(grads_by_bucket[i], its_verdict, max_norm, skips)
                 slots.send(i, bucket.sent)
                 if i + slots.COUNT < len(buckets):
                     slots.bring(i + slots.COUNT, buckets[i + slots.COUNT].brought)
@@ -143,7 +143,7 @@ class StreamedPlan(Plan):
         steps are skipped, so they do nothing else."""
         options = [x for group in self.groups for x in self._rule.hyperparameters(group)]
         kinds = [*map(_KIND, here), *map(_KIND, self._parts), *map(Tensor.stride, self._parts), *map(_kind_of, options)]
-        if kinds == self._kinds:
+        if kinds == self._rehearsed:
             return
         op = self._ops.rule.op
         _checks.tensors(op, "grads", here, device=self.device)
@@ -155,13 +155,7 @@ class StreamedPlan(Plan):
         skip = Verdict(found_inf=torch.ones((), dtype=torch.float32, device=self.device))
         for bucket, grads in zip(self._buckets, grads_by_bucket, strict=True):
             bucket.plan.step(grads, skip, max_norm)
-        self._kinds = kinds
-
-    def _report(self, grads: list[Tensor], verdict: Verdict) -> None:
-        """Note facts about the grads, should the step be skipped."""
-        if verdict.outcome is not None and self.report is not None:
-            scale = verdict.grad_scale
-            overflow_(grads, verdict.outcome[1], scale, False, self.report)
+        self._rehearsed = kinds
 
 
 def _kind_of(option: Any) -> Any:
