@@ -22,7 +22,7 @@ from mpkernels.optim.plan import Group, Plan, State
 from mpkernels.optim.step_plan import Verdict
 from mpkernels.overflow.ledger import Ledger
 
-_KIND = attrgetter("dtype", "device", "shape")
+_DTYPE, _SHAPE = attrgetter("dtype"), attrgetter("shape")
 
 
 class Span(NamedTuple):
@@ -117,7 +117,10 @@ class StreamedPlan(Plan):
         if list(map(Tensor.stride, here)) != self._strides:
             here = list(map(in_order_of, self._parts, here))
         grads_by_bucket = [bucket.span.of(here) for bucket in self._buckets]
-        self._rehearse(here, grads_by_bucket, max_norm)
+        kinds = self._kinds_of(here)
+        if kinds != self._rehearsed:
+            self._rehearse(here, grads_by_bucket, max_norm)
+            self._rehearsed = kinds
         scale, found_inf, total_sumsq = (None if it is None else put_on(self.device, it) for it in verdict[:3])
         is_skipped = write_outcome(scale, found_inf, total_sumsq, None, None)
         if is_skipped is not None and self.report is not None:
@@ -138,13 +141,21 @@ class StreamedPlan(Plan):
             slots.end()
             torch.autograd.graph.increment_version([self._wholes[i] for i in self._cut])
 
-    def _rehearse(self, here: list[Tensor], grads_by_bucket: list[list[Tensor]], max_norm: float | None) -> None:
-        """Have each bucket's step check its arguments, unless they are of the kinds that the last one checked. These
-        steps are skipped, so they do nothing else."""
+    def _kinds_of(self, here: list[Tensor]) -> list[Any]:
+        """Return what decides whether a step takes its arguments, as far as that may change. torch itself refuses a
+        grad on another device than its parameter."""
         options = [x for group in self.groups for x in self._rule.hyperparameters(group)]
-        kinds = [*map(_KIND, here), *map(_KIND, self._parts), *map(Tensor.stride, self._parts), *map(_kind_of, options)]
-        if kinds == self._rehearsed:
-            return
+        params = list(map(part_of, self._wholes)) if self._is_sharded else self._wholes
+        return [
+            *map(_DTYPE, here),
+            *map(_SHAPE, here),
+            *map(_DTYPE, params),
+            *map(Tensor.data_ptr, params),
+            *((x.shape, x.dtype, x.device) if isinstance(x, Tensor) else type(x) for x in options),
+        ]
+
+    def _rehearse(self, here: list[Tensor], grads_by_bucket: list[list[Tensor]], max_norm: float | None) -> None:
+        """Have each bucket's step check its arguments. These steps are skipped, so they do nothing else."""
         op = self._ops.rule.op
         _checks.tensors(op, "grads", here, device=self.device)
         for i, (grad, part) in enumerate(zip(here, map(real, self._parts), strict=True)):
@@ -155,11 +166,6 @@ class StreamedPlan(Plan):
         skip = Verdict(found_inf=torch.ones((), dtype=torch.float32, device=self.device))
         for bucket, grads in zip(self._buckets, grads_by_bucket, strict=True):
             bucket.plan.step(grads, skip, max_norm)
-        self._rehearsed = kinds
-
-
-def _kind_of(option: Any) -> Any:
-    return _KIND(option) if isinstance(option, Tensor) else type(option)
 
 
 def _flat(tensor: Tensor) -> Tensor:
