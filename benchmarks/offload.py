@@ -2,7 +2,8 @@
 
 On a GPU all is timed: grads are copied during the backward, the host steps, weights are copied back. On a CPU only the
 host's step is timed, beside one fused AdamW for each parameter, which is what torchao calls, and beside one for all.
-The baselines have fp32 weights. Ours and the one for all clip; torchao can't. In "no-clipping" cases nobody clips.
+The baselines have fp32 weights. Ours and the one for all clip; torchao can't. In "no-clipping" cases nobody clips. In
+"stream" cases the GPU steps, and states travel; its time beside ours without offload is what that costs.
 """
 
 import importlib
@@ -27,38 +28,45 @@ Theirs = Callable[[list[Parameter], bool], Workload]  # takes parameters that ha
 
 def comparisons(place: Place) -> Iterator[Benchmark]:
     theirs: dict[str, Theirs] = {"torchao offload": _torchaos, "torch fused alone": _torchs}
+    ways: list[bool | str] = [True]
+    if place.device == "cuda":
+        theirs["ours, resident"] = partial(_ours, False)
+        ways.append("stream")
     kept: dict[tuple[str, str], dict[str, Any]] = {
         ("fp32", ""): {},
         ("bf16", ""): {},
         ("bf16", "moments-8bit"): {"state_dtype": torch.int8},
     }
-    for ((dtype, variant), options), (baseline, make), clips in product(kept.items(), theirs.items(), (True, False)):
+    for way, ((dtype, variant), options), (baseline, make), clips in product(
+        ways, kept.items(), theirs.items(), (True, False)
+    ):
         setting = Setting(place, dtype, HUNDRED)
         missing = other_libraries.why_not("torchao.optim", False, place.device) if make is _torchaos else ""
-        prepare = partial(compare, setting, make, clips, **options)
-        variant = "-".join(filter(None, (variant, "" if clips else "no-clipping")))
+        prepare = partial(compare, setting, way, make, clips, **options)
+        variant = "-".join(filter(None, (variant, "" if way is True else way, "" if clips else "no-clipping")))
         yield Benchmark("offload", setting, prepare, "adamw_", baseline, variant, missing)
 
 
-def compare(setting: Setting, theirs: Theirs, clips: bool, **options: Any) -> Pair:
+def compare(setting: Setting, way: bool | str, theirs: Theirs, clips: bool, **options: Any) -> Pair:
     dtype = DTYPES[setting.dtype]
     moved = steps.bytes_of_our_step(dtype, options.get("state_dtype", torch.float32))
     if not clips:
         moved -= dtype.itemsize  # the grads are read once
     return Pair(
-        lambda: _ours(steps.parameters(setting, dtype), clips, **options),
+        lambda: _ours(way, steps.parameters(setting, dtype), clips, **options),
         lambda: theirs(steps.parameters(setting, torch.float32), clips),
         moved=int(moved * setting.sizes.elements),
         clock="loop",
     )
 
 
-def _ours(params: list[Parameter], clips: bool, **options: Any) -> Workload:
+def _ours(way: bool | str, params: list[Parameter], clips: bool, **options: Any) -> Workload:
     checks = {"max_norm": steps.MAX_NORM} if clips else {"guard": False}
-    optimizer = AdamW(params, offload=True, **checks, **options)
+    optimizer = AdamW(params, offload=way, **checks, **options)
     if not params[0].is_cuda:
         return optimizer.step
-    optimizer.release_grads()
+    if way is True:
+        optimizer.release_grads()
     return _after_backward(params, optimizer.step)
 
 

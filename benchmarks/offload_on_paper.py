@@ -1,9 +1,9 @@
-"""Computes the tables of docs/offload.md: what ``offload=True`` keeps and copies. Nothing here is measured.
+"""Computes the tables of docs/offload.md: what ``offload`` keeps and copies. Nothing here is measured.
 
 ``python -m benchmarks.offload_on_paper`` writes them into the page.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
@@ -42,6 +42,11 @@ class Kept(NamedTuple):
     weights: float  # on the GPU, and once more on the host; grads take as many bytes
     states: float  # on the host: master and moments
 
+    @property
+    def moved(self) -> float:
+        """Return the bytes that a step reads and writes, the grads read twice."""
+        return 2 * self.weights + 2 * sum(self)
+
 
 class Way(NamedTuple):
     """A way to step on the host, in bytes a parameter. Each frees grads on the GPU while the backward runs."""
@@ -75,9 +80,8 @@ def bytes_of(tensors: Iterable[Tensor]) -> float:
 
 def ours(choice: Choice) -> Way:
     """Return our way, with ``release_grads``. The host computes the norm, so it reads the grads twice."""
-    weights, states = kept(choice)
-    step = 2 * weights + 2 * (weights + states)
-    return Way(weights, 2 * weights + states, weights, weights, step)
+    weights, states = both = kept(choice)
+    return Way(weights, 2 * weights + states, weights, weights, both.moved)
 
 
 def torchaos(weights: int) -> Way:
@@ -101,6 +105,30 @@ WAYS = {
     "torchao, bf16 weights without masters": torchaos(2),
     "DeepSpeed, bf16 weights": deepspeeds(),
 }
+
+
+def ways() -> Iterator[str]:
+    """Yield the table of the three ways to keep states of bf16 weights with split masters."""
+    kept_by = {moments: kept(Choice(torch.bfloat16, "split", moments)) for moments in NAMES}
+
+    def cell(count: Callable[[Kept], float]) -> str:
+        return " / ".join(_number(count(it)) for it in kept_by.values())
+
+    states = cell(lambda it: it.states)
+    header = "", "GPU: weights, grads, states", "host", "each way in a step", "limited by", "moves there"
+    rows = [
+        [
+            "without",
+            cell(lambda it: 2 * it.weights + it.states),
+            "0",
+            "0",
+            "the GPU's memory",
+            cell(lambda it: it.moved),
+        ],
+        ["`offload=True`", "4", cell(sum), "2", "the host's memory and cores", cell(lambda it: it.moved - it.weights)],
+        ['`offload="stream"`', "4, and 192 MiB", states, states, "copies, each way", states],
+    ]
+    return table(header, rows)
 
 
 def memory() -> Iterator[str]:
@@ -152,7 +180,7 @@ def _number(value: float) -> str:
 
 def page(text: str) -> str:
     """Return the page's text with new tables."""
-    for make in (memory, traffic, tokens):
+    for make in (ways, memory, traffic, tokens):
         begin = BEGIN.format(make.__name__)
         before, _, rest = text.partition(begin)
         _, end, after = rest.partition(END)

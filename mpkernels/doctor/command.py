@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mpkernels._shared.report_tables import Table
-from mpkernels.doctor import kernels, machine, selftest
+from mpkernels.doctor import kernels, machine, offload_speeds, selftest
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,6 +20,7 @@ def run(asked: argparse.Namespace, refuse: Callable[[str], Any]) -> int:
         "builds": kernels.builds(),
         "kernels": kernels.by_op(),
         "why not": kernels.why_not(),
+        "offload": offload_speeds.rows(),
         "self-test": [result._asdict() for result in tests],
         "to install": to_install,
         "verdict": verdict(tests, to_install, machine.gpu()),
@@ -64,6 +65,8 @@ def _prose(found: Mapping[str, Any]) -> str:
         "compiled kernels": _table(built) or ["none"],
         "kernels of each op: the first is used, where there is such a device": _table(used),
         "why not others": _table(found["why not"]),
+        "offload: the least that copies, or the host's cores, let a step take": _table(found["offload"])
+        or ["there is no GPU"],
         "self-test": _outcome(found["self-test"]),
         "to get more, install": found["to install"] or ["nothing"],
     }

@@ -40,7 +40,7 @@ class MemoryReport(Report):
     than their sum, because the backward frees activations while grads are made.
     ``measured``: the size of the tensors that exist now.
     ``device``: on CUDA the allocated, reserved and peak memory of torch's allocator; elsewhere the resident memory of
-    the whole process, with its libraries.
+    the whole process, with its libraries. With ``offload``, also which of the measured bytes are on the host.
     """
 
     predicted: Sizes
@@ -110,7 +110,7 @@ def memory_report(
         refuse_meta("memory_report", model, "leave loss out, or call to_empty")
         with restored([model], device):
             predicted["cast cache"], predicted["activations"] = _kept_by_a_forward(model, loss)
-    return MemoryReport(predicted, measured, _overview(device))
+    return MemoryReport(predicted, measured, _overview(device) | _on_host(optimizer, measured))
 
 
 def _overview(device: torch.device) -> dict[str, int]:
@@ -121,6 +121,12 @@ def _overview(device: torch.device) -> dict[str, int]:
         "reserved": torch.cuda.memory_reserved(device),
         "peak": torch.cuda.max_memory_allocated(device),
     }
+
+
+def _on_host(optimizer: Any, measured: Sizes) -> dict[str, int]:
+    if not getattr(optimizer, "offload", False):
+        return {}
+    return {"of these, masters and moments on the host": (measured["masters"] or 0) + (measured["moments"] or 0)}
 
 
 def compare_memory(model: nn.Module, loss: Loss, policy: Policy | str = "mixed_bfloat16") -> MemoryComparison:

@@ -48,9 +48,10 @@ class AdamW(Engine, torch.optim.AdamW):
             ``max_norm`` or ``process_group`` is given or a parameter has 16 bits. A scaler always does.
         process_group: the processes that each hold one part of the grads, as under FSDP1. They clip by their common
             norm and skip together. Don't pass it under DistributedDataParallel, where every process has all grads.
-        offload: whether to keep masters and moments in the host's memory, and to step there, for parameters on a GPU.
-            Their weights stay on the GPU; grads and weights travel at each step, 2 bytes an element each in 16 bits.
-            Nothing else changes, except that a step makes the host wait, and can't be captured in a CUDA graph.
+        offload: whether to keep masters and moments in the host's memory, for parameters on a GPU. True, or "cpu",
+            steps there: grads and weights travel, 2 bytes an element each in 16 bits, and the host waits for the grads.
+            "stream" brings states to the GPU, bucket by bucket, and back: nobody waits. Results stay the same. Such a
+            step can't be captured in a CUDA graph.
     """
 
     _rule = OptimizerRule(adamw_, hyperparameters, has_largest)
@@ -75,7 +76,7 @@ class AdamW(Engine, torch.optim.AdamW):
         max_norm: float | None = None,
         guard: bool | None = None,
         process_group: Any = None,
-        offload: bool = False,
+        offload: bool | str = False,
     ) -> None:
         numbers = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         self._take_options(master, state_dtype, max_norm, guard, process_group, offload, **numbers)

@@ -56,7 +56,7 @@ class Muon(Engine, torch.optim.Muon):
         max_norm: float | None = None,
         guard: bool | None = None,
         process_group: Any = None,
-        offload: bool = False,
+        offload: bool | str = False,
     ) -> None:
         numbers: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "eps": eps}
         self._take_options(master, state_dtype, max_norm, guard, process_group, offload, **numbers)

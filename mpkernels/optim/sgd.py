@@ -58,7 +58,7 @@ class SGD(Engine, torch.optim.SGD):
         max_norm: float | None = None,
         guard: bool | None = None,
         process_group: Any = None,
-        offload: bool = False,
+        offload: bool | str = False,
     ) -> None:
         numbers = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
         self._take_options(master, state_dtype, max_norm, guard, process_group, offload, **numbers)

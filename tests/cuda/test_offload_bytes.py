@@ -1,4 +1,4 @@
-"""offload=True allocates on each side the bytes that the table of docs/offload.md has."""
+"""offload allocates on each side the bytes that the tables of docs/offload.md have."""
 
 import pytest
 import torch
@@ -54,3 +54,17 @@ def test_grads_of_several_backwards_take_4_bytes_more():
     (slot,) = optimizer._offload.arrived._slots.values()
     assert not slot._room.is_pinned()
     assert bytes_of([slot._room]) == 4
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=str)
+def test_streamed_states_take_the_bytes_that_the_table_has(choice):
+    weights, states = kept(choice)
+    before = allocated()
+    weight = torch.nn.Parameter(torch.ones(ELEMENTS, dtype=choice.weights, device=CUDA))
+    optimizer = AdamW([weight], offload="stream", max_norm=1.0, master=choice.master, state_dtype=choice.moments)
+    weight.backward(torch.ones_like(weight))
+    optimizer.step()
+    assert allocated(before) / ELEMENTS - 2 * weights <= states + FEW / ELEMENTS  # one bucket, and it is small
+    state = [it for key, it in optimizer.state[weight].items() if key != "step"]
+    assert all(it.is_pinned() for it in state)
+    assert bytes_of(state) == states

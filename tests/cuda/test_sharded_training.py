@@ -34,6 +34,7 @@ CASES = {  # the weights' dtype, the optimizer, whether a scaler is used
     "fp16, scaled": (F16, adamw(), True),
     "8-bit moments": (B16, adamw(state_dtype=torch.int8), False),
     "offload": (B16, adamw(offload=True), False),
+    "stream": (B16, adamw(offload="stream"), False),
     "Masters": (B16, masters, False),
 }
 

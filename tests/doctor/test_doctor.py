@@ -36,6 +36,8 @@ def test_it_finds_this_machine_well():
     assert {(it["op"], it["device"]) for it in found["self-test"]} >= {(op, "cpu") for op in SAMPLES}
     assert [it["problem"] for it in found["self-test"] if it["problem"]] == []
     assert found["kernels"]["unscale_"]["cpu"][0] == "native"
+    assert len(found["offload"]) == (5 if torch.cuda.is_available() else 0)
+    assert all("is faster" in it or it.endswith("GB/s") for it in found["offload"].values())
 
 
 def test_prose_names_what_serves_each_op():

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+import mpkernels
 from mpkernels.amp import GradScaler
-from mpkernels.optim import Masters
+from mpkernels.optim import AdamW, Masters
 from tests.networks import B16, F16
 from tests.optim.optimizers import all_same_bits, assert_same_states, each_of_any_shape, saved_numbers
 
@@ -42,3 +43,24 @@ def test_parameters_on_the_host_step_as_without_offload(line, dtype, scaled, rel
 def test_masters_refuse_offload():
     with pytest.raises(TypeError, match="offload"):
         Masters(torch.optim.SGD(parameters(B16), lr=0.1), offload=True)
+
+
+def test_stream_needs_a_gpu_and_cpu_is_a_name_for_true():
+    params = parameters(B16)
+    assert AdamW(params, offload="cpu").offload is True
+    with pytest.raises(TypeError, match="AdamW: offload must be True, False, 'cpu' or 'stream', got 'gpu'"):
+        AdamW(params, offload="gpu")
+    if not torch.cuda.is_available():
+        with pytest.raises(RuntimeError, match="AdamW: offload='stream' needs a GPU, got a machine without one"):
+            AdamW(params, offload="stream")
+
+
+def test_memory_report_tells_what_is_on_the_host():
+    model = torch.nn.Linear(8, 8).bfloat16()
+    optimizer = AdamW(model.parameters(), offload=True)
+    model(torch.ones(1, 8).bfloat16()).sum().backward()
+    optimizer.step()
+    found = mpkernels.memory_report(model, optimizer)
+    on_host = found.device["of these, masters and moments on the host"]
+    assert on_host == found.measured["masters"] + found.measured["moments"] > 0
+    assert "masters and moments on the host" in str(found)

@@ -49,7 +49,7 @@ BAD_OPTIONS = [
         "state_dtype must be torch.float32, torch.bfloat16 or torch.int8, got torch.float16",
     ),
     ({"process_group": 3}, TypeError, "process_group must be a .*"),
-    ({"offload": "cpu"}, TypeError, "offload must be True or False, got 'cpu'"),
+    ({"offload": 1.0}, TypeError, "offload must be True, False, 'cpu' or 'stream', got 1.0"),
     ({"state_type": B16}, TypeError, ".* unexpected keyword argument 'state_type'. Did you mean 'state_dtype'\\?"),
     ({"weight_deacy": 1}, TypeError, ".* unexpected keyword argument 'weight_deacy'. Did you mean 'weight_decay'\\?"),
     ({"zzz": 1}, TypeError, ".* unexpected keyword argument 'zzz'"),
