@@ -40,7 +40,12 @@ class Offload:
         return False
 
     def gather(self, optimizer: Any, params: Sequence[Tensor], grads: list[Any]) -> list[Any]:
-        """Return the grads, of which some or all may have come to the host, before a step."""
+        """Return the grads, of which some or all may have come to the host, before a step. Refuse a capture."""
+        if any(param.is_cuda for param in params) and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"{type(optimizer).__name__}: a step with offload={self._option} can't be captured in a CUDA graph, "
+                f"because {self._why}; capture forward and backward alone, or leave offload out"
+            )
         return grads
 
     def plans(
@@ -64,13 +69,6 @@ class Offload:
             why = f"with offload={self._option} must not be part of a full graph: {self._why}"
             return as_written(f"{name}: step", step, f"{why}; compile forward and backward alone")
         return step
-
-    def refuse_capture(self, optimizer: Any, params: Sequence[Tensor]) -> None:
-        if any(param.is_cuda for param in params) and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                f"{type(optimizer).__name__}: a step with offload={self._option} can't be captured in a CUDA graph, "
-                f"because {self._why}; capture forward and backward alone, or leave offload out"
-            )
 
 
 def home_of(optimizer: Any, param: Tensor) -> Tensor:

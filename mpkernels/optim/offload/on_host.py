@@ -35,9 +35,7 @@ class OnHost(Offload):
     def gather(self, optimizer: Any, params: Sequence[Tensor], grads: list[Any]) -> list[Any]:
         """Return the grads, of which some or all may have come to the host. Bring twins up to date with weights that
         somebody has written to."""
-        if len(self.twins) == 0 and not any(param.is_cuda for param in params):
-            return grads
-        self.refuse_capture(optimizer, params)
+        super().gather(optimizer, params, grads)
         self.twins.follow(params)
         have = self.arrived.have
         release = optimizer._release

@@ -10,7 +10,6 @@ from torch import Tensor
 from mpkernels._shared.parameters import put_on, real
 from mpkernels.distributed.parts import part_of, parts_in
 from mpkernels.distributed.shares import Parts
-from mpkernels.ops import _checks
 from mpkernels.ops.grads.overflow import overflow_
 from mpkernels.ops.step.int8 import QUANTIZED
 from mpkernels.ops.step.skip_and_clip import write_outcome
@@ -34,11 +33,9 @@ class Span(NamedTuple):
     end: int | None = None
 
     def of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return (
-            list(tensors[self.first : self.last])
-            if self.end is None
-            else [_flat(tensors[self.first])[self.begin : self.end]]
-        )
+        if self.end is not None:
+            return [_flat(tensors[self.first])[self.begin : self.end]]
+        return list(tensors[self.first : self.last])
 
 
 class _Bucket(NamedTuple):
@@ -62,11 +59,8 @@ class StreamedPlan(Plan):
         slots: Slots,
     ) -> None:
         super().__init__(rule, all_rows, places, ledger, parts)
-        rows, self._slots, self._blocks = (
-            [all_rows[i] for i in places],
-            slots,
-            [blocks[param] for param in self._wholes],
-        )
+        rows, self._slots = [all_rows[i] for i in places], slots
+        self._blocks = [blocks[param] for param in self._wholes]
         spans = list(_spans(self._parts, self._blocks))
         slots.fit([size for _, size in spans])
         self._buckets = [self._bucket(rows, span, slots.memory[i % slots.COUNT]) for i, (span, _) in enumerate(spans)]
@@ -98,16 +92,15 @@ class StreamedPlan(Plan):
         """Return False: the look at the grads comes before all buckets, not in a call that also steps."""
         return False
 
-    def _addresses_now(self) -> list[int]:
-        return [part_of(self._wholes[i]).data_ptr() for i in self._cut]
-
     @property
     def has_moved(self) -> bool:
-        return self._addresses_now() != self._addresses or super().has_moved
+        """Tell whether a parameter has moved, or one that is cut has got other memory."""
+        return super().has_moved or self._addresses != self._addresses_now()
 
-    @property
-    def first_has_moved(self) -> bool:
-        return self._addresses_now() != self._addresses or super().first_has_moved
+    first_has_moved = has_moved  # buckets can't wait for each other
+
+    def _addresses_now(self) -> list[int]:
+        return [part_of(self._wholes[i]).data_ptr() for i in self._cut]
 
     def step(
         self, grads: list[Any], verdict: Verdict, max_norm: float | None = None, skipped_steps: Tensor | None = None
@@ -149,20 +142,16 @@ class StreamedPlan(Plan):
         return [
             *map(_DTYPE, here),
             *map(_SHAPE, here),
-            *map(_DTYPE, params),
             *map(Tensor.data_ptr, params),
             *((x.shape, x.dtype, x.device) if isinstance(x, Tensor) else type(x) for x in options),
         ]
 
     def _rehearse(self, here: list[Tensor], grads_by_bucket: list[list[Tensor]], max_norm: float | None) -> None:
         """Have each bucket's step check its arguments. These steps are skipped, so they do nothing else."""
-        op = self._ops.rule.op
-        _checks.tensors(op, "grads", here, device=self.device)
-        for i, (grad, part) in enumerate(zip(here, map(real, self._parts), strict=True)):
-            if grad.shape != part.shape:  # a piece doesn't show it
-                raise ValueError(
-                    f"{op}: grads[{i}] must have the parameter's shape {tuple(part.shape)}, got {tuple(grad.shape)}"
-                )
+        for i in self._cut:  # a piece doesn't show its shape
+            wanted, got = tuple(self._parts[i].shape), tuple(here[i].shape)
+            if got != wanted:
+                raise ValueError(f"{self._ops.rule.op}: grads[{i}] must have the parameter's shape {wanted}, got {got}")
         skip = Verdict(found_inf=torch.ones((), dtype=torch.float32, device=self.device))
         for bucket, grads in zip(self._buckets, grads_by_bucket, strict=True):
             bucket.plan.step(grads, skip, max_norm)

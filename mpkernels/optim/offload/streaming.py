@@ -34,9 +34,6 @@ class Streaming(Offload):
         for slots in self._slots.values():
             slots.wait()
 
-    def begin_reading(self, params: Sequence[Tensor]) -> None:
-        self.wait()
-
     @torch.no_grad()
     def home(self, param: Tensor) -> Tensor:
         if not param.is_cuda:
@@ -61,10 +58,6 @@ class Streaming(Offload):
     def placed(self, param: Tensor, state: State) -> tuple[Tensor, State]:
         self.wait()
         return super().placed(param, state)
-
-    def gather(self, optimizer: Any, params: Sequence[Tensor], grads: list[Any]) -> list[Any]:
-        self.refuse_capture(optimizer, params)
-        return grads
 
     def plans(
         self, optimizer: Any, params: Sequence[Tensor], rows: Sequence[Any], places: list[int], grads: list[Any]
