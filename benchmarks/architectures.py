@@ -27,10 +27,12 @@ def images() -> Inputs:
     }
 
 
-def gpt2() -> Module:
+def gpt2(activation: str = "gelu_new") -> Module:
+    """Return GPT-2. Its own activation is eight ops in transformers; "gelu_pytorch_tanh" computes the same in one."""
     shape = {"n_embd": 768, "n_layer": 4, "n_head": 12, "n_positions": TOKENS[1], "vocab_size": VOCABULARY}
     no_dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape, **no_dropout, bos_token_id=0, eos_token_id=0))
+    options = {"activation_function": activation, "bos_token_id": 0, "eos_token_id": 0}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape, **no_dropout, **options))
 
 
 def bert() -> Module:
@@ -49,6 +51,7 @@ def vit() -> Module:
 
 MODELS: dict[str, Callable[[], tuple[Module, Inputs]]] = {
     "GPT-2": lambda: (gpt2(), words()),
+    "GPT-2, gelu_pytorch_tanh": lambda: (gpt2("gelu_pytorch_tanh"), words()),
     "BERT": lambda: (bert(), words()),
     "Llama": lambda: (llama(), words()),
     "ViT": lambda: (vit(), images()),

@@ -13,6 +13,7 @@ from statistics import median
 from benchmarks import (
     chart,
     formatting,
+    front_page,
     host,
     many_gpus,
     models,
@@ -112,6 +113,7 @@ def book(runs: dict[str, Session], scaled: Iterable[Path] = (), fused: Iterable[
     for family in all_families(runs, fused):
         lines += family.lines()
     machines = [_front(it) for it in _by_device(runs).values()]
+    lines += ["## AdamW beside other libraries", "", *readme_numbers.beside(_compared(runs))]
     lines += ["## All machines", "", SIZES_DIFFER, "", *table(*readme_numbers.rows(machines))]
     for name, run in sorted(runs.items(), key=_age, reverse=True):
         lines += of_run(name, run)
@@ -167,19 +169,29 @@ def past_one_device(measured: Iterable[Path]) -> Iterator[str]:
         yield from table(["DTensors", "ranks", "ours / torch", "x torch", "collectives"], many_gpus.measured(path))
 
 
-def readme(text: str, runs: dict[str, Session], fused: Iterable[Path] = ()) -> str:
+def readme(text: str, runs: dict[str, Session]) -> str:
     """Return README's text with new numbers on its first screen."""
-    machines = [_front(it) for it in _by_device(runs).values()]
-    return _filled("README.md", text, {"numbers": readme_numbers.numbers(_compared(runs), machines, fused)})
+    return _filled("README.md", text, {"numbers": front_page.lines(_first_screen(runs))})
+
+
+def _first_screen(runs: dict[str, Session]) -> front_page.Found | None:
+    return front_page.find(_compared(runs), map(_front, _by_device(runs).values()), runs)
 
 
 def performance(
-    text: str, runs: dict[str, Session], ruled: Iterable[Path], counted: Path, hosts: Iterable[Path] = ()
+    text: str,
+    runs: dict[str, Session],
+    ruled: Iterable[Path],
+    counted: Path,
+    hosts: Iterable[Path] = (),
+    fused: Iterable[Path] = (),
 ) -> str:
     """Return the text of docs/performance.md with new tables."""
+    machines = [_front(it) for it in _by_device(runs).values()]
     columns = {header: COLUMNS[header] for header in ("x torch [95 %]", "", "of best")}
     gpu_tables = (performance_page.of_gpu(*item, columns) for item in _by_device(runs).items())
     parts = {
+        "elsewhere": readme_numbers.elsewhere(_compared(runs), machines, fused),
         "cpus": table(*performance_page.of_cpus(runs)),
         "gpus": chain.from_iterable(table(header, rows) for header, rows in gpu_tables if rows),
         "calls": chain.from_iterable(table(*performance_page.calls(path)) for path in ruled),
@@ -236,14 +248,15 @@ def pages(root: Path) -> dict[Path, str]:
     ruled, hosts = (
         sorted((here / "results" / name).glob(it)) for name, it in (("rule", "cuda-*.json"), ("host", "*.json"))
     )
-    front_page, page = root / "README.md", root / "docs" / "performance.md"
+    screen, page = root / "README.md", root / "docs" / "performance.md"
     for family in all_families(runs, fused):
         charts |= family.files(here / "pictures")
     return {
         here / "RESULTS.md": book(runs, scaled, fused),
-        front_page: readme(front_page.read_text(), runs, fused),
-        page: performance(page.read_text(), runs, ruled, root / COUNTED, hosts),
+        screen: readme(screen.read_text(), runs),
+        page: performance(page.read_text(), runs, ruled, root / COUNTED, hosts, fused),
         **charts,
+        **front_page.pictures(_first_screen(runs), root),
     }
 
 

@@ -83,6 +83,10 @@ def _drawn(dot: Dot, axis: Axis, y: float) -> list[str]:
     if dot.reach:
         low, high = map(axis.across, dot.reach)
         parts.append(f'<line class="{dot.kind}" x1="{low:.1f}" x2="{high:.1f}" y1="{y:.0f}" y2="{y:.0f}"/>')
+    if not axis.ticks[0] <= dot.value <= axis.ticks[-1]:  # it stands at the edge
+        parts.append(
+            f'<text x="{axis.across(dot.value) - 8:.1f}" y="{y + 4:.0f}" text-anchor="end">{dot.value:.3g}</text>'
+        )
     title = escape(f"{dot.name}: {dot.value:.2f}")
     circle = f'class="{dot.kind}" cx="{axis.across(dot.value):.1f}" cy="{y:.0f}" r="4"'
     return [*parts, f"<circle {circle}><title>{title}</title></circle>"]

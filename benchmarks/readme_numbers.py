@@ -1,4 +1,4 @@
-"""The numbers of README's first screen, and RESULTS.md's table of all machines, each row from its newest run."""
+"""RESULTS.md's tables of all machines and of other libraries, each row from its newest run; what fusing saves."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from benchmarks import models, result_pictures
+from benchmarks import adamw_beside_others, models, result_pictures
 from benchmarks.formatting import table
 from benchmarks.raw_samples import Session
 from mpkernels.bench.results import Result
@@ -55,7 +55,7 @@ def _machine(front: Front) -> str:
     name = (
         f"{front.run.device.replace('(R)', '')}{_cores(front.run, front.place)}, torch {front.run.machine.get('torch')}"
     )
-    return f"{name} ({_samples(front.names, 'results')})"
+    return f"{name} ({samples(front.names, 'results')})"
 
 
 def _cores(run: Session, place: str) -> str:
@@ -64,7 +64,7 @@ def _cores(run: Session, place: str) -> str:
     return "" if place == "cuda" else f", {threads}{total} cores"
 
 
-def _samples(names: Iterable[str], folder: str = "benchmarks/results") -> str:
+def samples(names: Iterable[str], folder: str) -> str:
     return ", ".join(f"[samples]({folder}/{name}.json)" for name in names)
 
 
@@ -81,6 +81,7 @@ def _ratio(found: list[Result]) -> str:
     return f"**{median(ratios):.2f}**{spread}"
 
 
+ONE = adamw_beside_others.SIZES[0].name  # one large tensor: bytes decide, and not the host
 SHORT = {  # names for CPUs of which virtual machines tell family and model alone
     "AMD EPYC, family 25 model 1": "AMD Zen 3",
     "AMD EPYC, family 25 model 17": "AMD Zen 4",
@@ -105,37 +106,39 @@ RIVALS = {
 }
 WITHOUT_SCALER = "step vs torch fused"
 IMPORTS, IMPORTS_CLIPPING = "step imports vs torch fused", "step imports-clipping vs torch fused"
-WEIGHT_AND_GRAD, PINNED_COPY = 4, 2  # bytes of a bf16 parameter that offload leaves on the device, and adds on the host
+FROM_DOCS = "../benchmarks/results"
 WORTH_A_WORD = 0.95  # peak memory is mentioned if the fused model needs at most this share
 
 
-def numbers(compared: dict[str, Session], machines: list[Front], fused: Iterable[Path]) -> Iterator[str]:
-    """Yield the first screen's numbers: AdamW beside others, bytes by place under offload, whole models' memory."""
+def beside(compared: dict[str, Session]) -> Iterator[str]:
+    """Yield RESULTS.md's table of AdamW beside other libraries."""
     if compared:
-        kept = _bytes(compared.values())
-        yield from filter(None, table(*_beside_others(compared, kept)))  # no empty line before the list
+        yield from table(*_beside_others(compared, kept_bytes(compared.values())))
         over = "sizes and numbers of tensors, or the only case measured"
-        yield f"* Median (least to most) over {over}; below 1, theirs is faster. {_sources(compared)}."
-        if kept.keys() >= {*OURS}:
-            on_host, with_8_bits = (f"{kept[it] - WEIGHT_AND_GRAD + PINNED_COPY:.3g}" for it in OURS)
-            text = f"leaves {WEIGHT_AND_GRAD} bytes a parameter on the device; {on_host} are on the host"
-            yield f"* `offload=True` {text}, {with_8_bits} with 8-bit moments."
+        yield f"Median (least to most) over {over}; below 1, theirs is faster. {_sources(compared)}."
+        yield ""
+
+
+def elsewhere(compared: dict[str, Session], machines: list[Front], fused: Iterable[Path]) -> Iterator[str]:
+    """Yield what docs/performance.md says of CPUs, of changed imports, and of whole models' memory."""
     shown = {run.device for run in compared.values() if result_pictures.undisturbed(result_pictures.compared(run))}
-    elsewhere = [it for it in machines if it.run.device not in shown and WITHOUT_SCALER in it.groups]
-    words = [f"{_short(it.run, it.place)}: {_ratios(it, WITHOUT_SCALER)} ({_samples(it.names)})" for it in elsewhere]
+    others = [it for it in machines if it.run.device not in shown and WITHOUT_SCALER in it.groups]
+    words = [
+        f"{short(it.run, it.place)}: {_ratios(it, WITHOUT_SCALER)} ({samples(it.names, FROM_DOCS)})" for it in others
+    ]
     if words:
         yield f"* Clip and step elsewhere, times as fast as torch's fused AdamW. {'; '.join(words)}."
     what = "Clip and step in fp32 after only the imports have changed, times as fast"
     for machine in machines:
         if {IMPORTS, IMPORTS_CLIPPING} <= machine.groups.keys():
             text = f"{_ratios(machine, IMPORTS)}, and where each step clips {_ratios(machine, IMPORTS_CLIPPING)}"
-            yield f"* {what}. {_short(machine.run, machine.place)}: {text} ({_samples(machine.names)})."
+            yield f"* {what}. {short(machine.run, machine.place)}: {text} ({samples(machine.names, FROM_DOCS)})."
     if of_models := [*map(_models, sorted((it for it in fused if not models.pinned_in(it)), reverse=True))]:
         what = "With `fuse(model)`, a training step's peak memory beside the weights, relative to without, uncompiled"
-        yield f"* {what}. {' '.join(of_models)}"
+        yield f"* {what}. {' '.join(of_models)} GPT-2's `gelu_new` is eight ops in transformers, and one when fused."
 
 
-def _bytes(runs: Iterable[Session]) -> dict[str, float]:
+def kept_bytes(runs: Iterable[Session]) -> dict[str, float]:
     """Return the bytes a parameter that each side keeps. A CPU's are exact; a GPU's memory comes in larger blocks."""
     kept: dict[str, float] = {}
     for run in sorted(runs, key=lambda it: not it.is_on_gpu):
@@ -156,9 +159,11 @@ def _beside_others(compared: dict[str, Session], kept: dict[str, float]) -> tupl
     for run, op, on_one in product(_gpus_first(compared), result_pictures.SHAPES, (False, True)):
         quiet = result_pictures.undisturbed(result_pictures.compared(run))
         column = [it for it in quiet if it.op == op and (it.place == "cpu-1") == on_one]
+        if run.is_on_gpu:  # many tensors take the host's time
+            column = [it for it in column if it.case == ONE]
         pairs = ([it for it in column if (result_pictures.side(it, True), it.baseline) == pair] for pair in shown)
         if column:
-            where = _short(run, place_of(run)) + ", one thread" * on_one
+            where = short(run, place_of(run)) + ", one thread" * on_one + f", {ONE}" * run.is_on_gpu
             columns[f"times as fast: {op.replace('-', ' ')}, {where}"] = [*map(_ratio, pairs)]
     return [*columns], [list(row) for row in zip(*columns.values(), strict=True)]
 
@@ -169,10 +174,12 @@ def _gpus_first(compared: dict[str, Session]) -> list[Session]:
 
 def _sources(compared: dict[str, Session]) -> str:
     names = {id(run): name for name, run in compared.items()}
-    return "; ".join(f"{_short(it, place_of(it))}: {_samples([names[id(it)]])}" for it in _gpus_first(compared))
+    return "; ".join(
+        f"{short(it, place_of(it))}: {samples([names[id(it)]], 'results')}" for it in _gpus_first(compared)
+    )
 
 
-def _short(run: Session, place: str) -> str:
+def short(run: Session, place: str) -> str:
     return SHORT.get(run.device, run.device) + _cores(run, place)
 
 
@@ -189,5 +196,5 @@ def _models(path: Path) -> str:
     speeds = f" at {min(others):.2f} to {max(others):.2f} times the speed" if others else ""
     machine, chip = found["machine"], models.chip(found["machine"])
     where = SHORT.get(chip, chip) + ("" if machine.get("gpu") else f", {machine['cores']} cores")
-    source = f"[samples](benchmarks/results/models/{path.name})"
+    source = f"[samples]({FROM_DOCS}/models/{path.name})"
     return f"{where}: {words}; {WORTH_A_WORD} or more in {len(others)} others{speeds} ({source})."
