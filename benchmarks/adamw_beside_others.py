@@ -4,15 +4,17 @@ Our moments have the rival's dtype, and our weights are bf16 if the rival's are.
 looks for inf and NaN, with clipping and alone.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn import Parameter
 
 from benchmarks import other_libraries
 from benchmarks.tensor_lists import ONE_50M
+from mpkernels._shared.parameters import params_of
 from mpkernels.bench import steps
 from mpkernels.bench.cases import WITHOUT_SCALER, Benchmark
 from mpkernels.bench.pairs import Pair, Workload
@@ -46,10 +48,22 @@ class Rival(NamedTuple):
 def rivals(place: Place) -> Iterator[Rival]:
     for dtype, moments in (("fp32", torch.float32), ("bf16", torch.float32), ("bf16", torch.int8)):
         yield Rival(WITHOUT_SCALER, steps.fused, dtype, moments)
+    missing = other_libraries.why_no_bf16_moments(place.device)
+    yield Rival("torch fused, bf16 moments", _with_bf16_moments, "fp32", torch.bfloat16, missing=missing)
     for name, peer in other_libraries.PEERS.items():
         dtype = next(word for word, it in DTYPES.items() if it == peer.weights)
         missing = other_libraries.why_not(peer.module, peer.needs_cuda, place.device)
         yield Rival(name, other_libraries.maker(peer), dtype, peer.moments, peer.weights, missing)
+
+
+def _with_bf16_moments(params: Iterable[Parameter]) -> torch.optim.Optimizer:
+    """Return torch's fused AdamW over fp32 weights whose moments are bf16, because they are put there, as torchtitan
+    does."""
+    optimizer = steps.fused(params)
+    for param in params_of(optimizer):
+        moments = {key: torch.zeros_like(param, dtype=torch.bfloat16) for key in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[param] = {"step": torch.zeros((), device=param.device), **moments}
+    return optimizer
 
 
 def comparisons(place: Place) -> Iterator[Benchmark]:

@@ -56,6 +56,13 @@ def why_not(module: str, needs_cuda: bool, device: str) -> str:
     return f"{package} is not installed" if importlib.util.find_spec(package) is None else ""
 
 
+def why_no_bf16_moments(device: str) -> str:
+    """Return why torch's fused AdamW doesn't take bf16 moments of fp32 weights here; "" if it does."""
+    if device != "cuda":
+        return "torch's fused AdamW takes moments of another dtype on CUDA alone"
+    return "" if torch.__version__ >= torch.torch_version.TorchVersion("2.13") else "torch is older than 2.13"
+
+
 def maker(peer: Peer) -> MakeOptimizer:
     return partial(_make, peer)
 

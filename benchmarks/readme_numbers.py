@@ -92,6 +92,7 @@ OURS = "mpkernels, bf16 weights, fp32 moments", "mpkernels, bf16 weights, 8-bit 
 BESIDE = (  # our side, and the rival that it is compared with
     (OURS[0], "torch fused"),
     (OURS[1], "torch fused"),
+    ("mpkernels, fp32 weights, bf16 moments", "torch fused, bf16 moments"),
     ("mpkernels, fp32 weights, 8-bit moments", "torchao-8bit"),
     ("mpkernels, fp32 weights, 8-bit moments", "bitsandbytes-8bit"),
     ("mpkernels, bf16 weights, bf16 moments", "torch-optimi-kahan"),
@@ -99,6 +100,7 @@ BESIDE = (  # our side, and the rival that it is compared with
 )
 RIVALS = {
     "torch fused": "torch's fused, fp32 weights",
+    "torch fused, bf16 moments": "torch's fused with moments put into it",
     "torchao-8bit": "torchao's",
     "bitsandbytes-8bit": "bitsandbytes'",
     "torch-optimi-kahan": "torch-optimi's, Kahan sums",

@@ -139,6 +139,14 @@ def test_both_sides_take_the_same_step(clips, monkeypatch):
     assert [round(float(norm), 3) == steps.MAX_NORM for norm in norms] == [False, clips]  # ours writes no grads
 
 
+def test_torchs_fused_step_is_compared_with_bf16_moments_where_it_takes_them():
+    optimizer = adamw_beside_others._with_bf16_moments([torch.nn.Parameter(torch.ones(4))])
+    (state,) = optimizer.state.values()
+    assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.bfloat16
+    rivals = {it.name: it for it in adamw_beside_others.rivals(Place("cpu", 1))}
+    assert "on CUDA alone" in rivals["torch fused, bf16 moments"].missing
+
+
 def compared_on_a_cpu():
     """Return a CPU's run that has been compared with other libraries."""
     runs = {path.stem: raw_samples.read(path) for path in files("results/*.json")}
