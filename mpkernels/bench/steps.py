@@ -48,7 +48,8 @@ def our_step(
 
 
 def torchs_step(params: list[Parameter], device: str, make: MakeOptimizer, clips: bool = True) -> AfterForward:
-    optimizer, scaler = make(params), scaler_of(torch.amp.GradScaler, device)
+    kind = torch.amp.GradScaler if params[0].itemsize > 2 else amp.GradScaler  # torch's refuses 16-bit grads on CUDA
+    optimizer, scaler = make(params), scaler_of(kind, device)
 
     def finish() -> None:
         if clips:
@@ -88,15 +89,22 @@ def bytes_of_our_step(
     return 2 * dtype.itemsize + 2 * (4 + beside_master + of_states)
 
 
-def compare_steps(setting: Setting, theirs: MakeOptimizer, clock: str, states: int = 2, **options: Any) -> Pair:
-    """Compare steps under a scaler. Our parameters have the setting's dtype, with split masters in 16 bits; torch's are
-    fp32."""
+def compare_steps(
+    setting: Setting,
+    theirs: MakeOptimizer,
+    clock: str,
+    states: int = 2,
+    weights: torch.dtype = torch.float32,
+    **options: Any,
+) -> Pair:
+    """Compare steps under a scaler. Our parameters have the setting's dtype, with split masters in 16 bits. ``weights`` is
+    the dtype of torch's."""
     dtype, device = DTYPES[setting.dtype], setting.place.device
     chosen = {name: options[name] for name in ("state_dtype", "master") if name in options}
     moved = bytes_of_our_step(dtype, states=states, **chosen) * setting.sizes.elements
     return Pair(
         lambda: our_step(parameters(setting, dtype), device, **options).finish,
-        lambda: torchs_step(parameters(setting, torch.float32), device, theirs, options.get("clips", True)).finish,
+        lambda: torchs_step(parameters(setting, weights), device, theirs, options.get("clips", True)).finish,
         moved=int(moved),
         clock=clock,
         is_counted=True,

@@ -13,7 +13,7 @@ from mpkernels.bench.settings import Place, Setting, Sizes
 from mpkernels.bench.show import as_fast, busy
 from mpkernels.bench.steps import compare_steps, fused
 from mpkernels.demo import picture
-from mpkernels.demo.training import FP32, OURS, OURS_8_BIT, SIZES, WAYS, Training, Way, sources
+from mpkernels.demo.training import BF16, FP32, OURS, OURS_8_BIT, SIZES, WAYS, Training, Way, sources
 
 SECONDS_OF_STEPS = 3.0  # that each comparison of the optimizers' steps takes
 
@@ -40,10 +40,11 @@ def run(asked: argparse.Namespace, refuse: Callable[[str], Any]) -> int:
     text = sources(device)
     trainings = [Training(way, text, steps) for way in WAYS]
     train(trainings, steps)
-    ours, ours_8_bit = (time_steps(trainings[0].model, way, SECONDS_OF_STEPS) for way in (OURS, OURS_8_BIT))
+    pairs = (OURS, FP32), (OURS_8_BIT, FP32), (OURS, BF16)
+    ours, ours_8_bit, bf16 = (time_steps(trainings[0].model, *pair, SECONDS_OF_STEPS) for pair in pairs)
     if draws:
-        times = {FP32: ours.theirs, OURS: ours.ours, OURS_8_BIT: ours_8_bit.ours}
-        was_busy = " (this machine was busy)" * bool(ours.doubts() or ours_8_bit.doubts())
+        times = {FP32: ours.theirs, BF16: bf16.theirs, OURS: ours.ours, OURS_8_BIT: ours_8_bit.ours}
+        was_busy = " (this machine was busy)" * any(it.doubts() for it in (ours, ours_8_bit, bf16))
         picture.draw(trainings, times, f"One training, four ways, on {place}{was_busy}", asked.out / "demo.png")
         print(f"Drawn: {asked.out / 'demo.png'}")
     sizes = ", ".join(f"{it.way.name} {sum(it.bytes_per_parameter().values()):.1f}" for it in trainings)
@@ -67,12 +68,13 @@ def train(trainings: Sequence[Training], steps: int) -> None:
             print(f"step {step + 1}, held-out losses: {losses}", flush=True)
 
 
-def time_steps(model: torch.nn.Module, way: Way, seconds: float) -> Samples:
-    """Time steps with unscaling and clipping on a model of this way, by our optimizer and by torch's fused one, in
+def time_steps(model: torch.nn.Module, way: Way, theirs: Way, seconds: float) -> Samples:
+    """Time steps with unscaling and clipping on a model of each way, by our optimizer and by torch's fused one, in
     turns."""
     shapes, device = tuple(tuple(param.shape) for param in model.parameters()), next(model.parameters()).device.type
     setting = Setting(Place(device, torch.get_num_threads()), "bf16", Sizes("demo", shapes))
-    return measure(compare_steps(setting, fused, "loop", state_dtype=way.moments), device, seconds, builds=1)
+    pair = compare_steps(setting, fused, "loop", weights=theirs.weights, state_dtype=way.moments)
+    return measure(pair, device, seconds, builds=1)
 
 
 def verdict(ours: Samples, ours_8_bit: Samples) -> str:

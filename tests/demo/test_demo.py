@@ -126,7 +126,7 @@ def test_steps_of_the_models_parameters_are_timed_in_turns(monkeypatch):
     made = []
     monkeypatch.setattr(steps, "our_step", lambda params, device, **options: made.append((params, options)) or NOTHING)
     monkeypatch.setattr(steps, "torchs_step", lambda params, *_: made.append((params, {})) or NOTHING)
-    samples = command.time_steps(torch.nn.Linear(4, 3), OURS_8_BIT, seconds=0)
+    samples = command.time_steps(torch.nn.Linear(4, 3), OURS_8_BIT, FP32, seconds=0)
     assert len(samples.ours) == len(samples.theirs) == 6
     (ours, options), (theirs, _) = made
     assert [tuple(it.shape) for it in ours] == [tuple(it.shape) for it in theirs] == [(3, 4), (3,)]
