@@ -13,12 +13,11 @@ import torch
 from torch.nn import Parameter
 
 from benchmarks import other_libraries
-from benchmarks.tensor_lists import ONE_50M
 from mpkernels._shared.parameters import params_of
 from mpkernels.bench import steps
 from mpkernels.bench.cases import WITHOUT_SCALER, Benchmark
 from mpkernels.bench.pairs import Pair, Workload
-from mpkernels.bench.settings import DTYPES, HUNDRED, THOUSAND, Place, Setting, Sizes
+from mpkernels.bench.settings import DTYPES, HUNDRED, ONE_50M, THOUSAND, Place, Setting, Sizes
 from mpkernels.optim import AdamW
 
 BLOCK = 256  # torchao keeps moments in 8 bits only if their number is a multiple of this

@@ -33,6 +33,16 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.benchmark(timer=replay.now))
 
 
+def pytest_report_collectionfinish(config, items):
+    """Say how long the cases take. To prepare one, and measure the machine beside it, takes as long at least."""
+    cases = [it for it in items if "case" in getattr(it, "fixturenames", ()) and not it.callspec.params["case"].missing]
+    if not cases or config.getoption("benchmark_disable"):
+        return []
+    minutes = 2 * len(cases) * float(config.getoption("benchmark_max_time")) / 60
+    took = f"{len(cases)} cases, at least {max(round(minutes), 1)} minutes"
+    return f"{took}, and several times as long on few cores or a busy machine; -k chooses some"
+
+
 @pytest.fixture
 def session(pytestconfig):
     return pytestconfig.stash[SESSION]

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from benchmarks import other_libraries
-from benchmarks.tensor_lists import ONE_50M
 from mpkernels.bench import steps
 from mpkernels.bench.cases import BEST, WITHOUT_SCALER, Benchmark
 from mpkernels.bench.pairs import Pair, Workload
-from mpkernels.bench.settings import DTYPES, HUNDRED, THOUSAND, Place, Setting, Sizes
+from mpkernels.bench.settings import DTYPES, HUNDRED, ONE_50M, THOUSAND, Place, Setting, Sizes
 from mpkernels.optim import SGD, Adam, AdamW, Lion, Masters, Muon
 
 

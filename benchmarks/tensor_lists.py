@@ -1,6 +1,6 @@
 """The lists of tensors that ops and steps are measured on, as optimizers get them."""
 
-from mpkernels.bench.settings import DTYPES, HUNDRED, THOUSAND, Place, Setting, Sizes
+from mpkernels.bench.settings import DTYPES, HUNDRED, ONE_50M, THOUSAND, Place, Setting, Sizes
 
 
 def gpt2_shapes(width: int) -> tuple[tuple[int, ...], ...]:
@@ -12,7 +12,6 @@ def gpt2_shapes(width: int) -> tuple[tuple[int, ...], ...]:
     return ((vocabulary, width), (positions, width), *(norm + attention + norm + mlp) * layers, *norm)
 
 
-ONE_50M = Sizes("1x50M", ((50_000_000,),))
 LISTS = {
     "cpu": [Sizes("1x2^25", ((2**25,),)), Sizes("gpt2-half-width", gpt2_shapes(width=384))],
     "cuda": [ONE_50M, Sizes("1x1e9", ((10**9,),)), Sizes("gpt2", gpt2_shapes(width=768))],

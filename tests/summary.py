@@ -1,4 +1,4 @@
-"""Prints how long the tests will take, and, after them, which kernels they have tested."""
+"""Prints how long the tests will take, and, after them, which kernels they have tested, and why others were skipped."""
 
 from collections import Counter, defaultdict
 
@@ -45,7 +45,13 @@ def lines_of(reports):
     lines = [_line(name, counts[name], reasons.get(name)) for name in sorted(counts)]
     if lines and not any(name.startswith("cuda") and _ran(outcomes) for name, outcomes in counts.items()):
         lines.append("No kernel ran on a GPU; docs/proof.md says what stands in for one.")
-    return lines
+    skips = [_reason(report) for outcome, report in reports if outcome == "skipped" and not _missing(report, counts)]
+    return lines + [f"{count} skipped: {reason}" for reason, count in Counter(skips).most_common()]
+
+
+def _missing(report, counts):
+    """Return whether a test was skipped because its target can't run here."""
+    return any(not _ran(counts[name]) for name in _properties(report, TARGET))
 
 
 def _line(name, counts, reason):

@@ -45,3 +45,5 @@ def test_memory_report_and_advise_name_what_else_is_wrong():
         mpkernels.memory_report(torch.nn.Linear(2, 2, device="meta"), loss=lambda model: model(torch.ones(1, 2)).sum())
     with pytest.raises(TypeError, match=r"^advise: dtype must be a torch.dtype, got 'bf17'$"):
         mpkernels.doctor.advise(model, "bf17")
+    with pytest.raises(TypeError, match=r"^advise: optimizer must be a torch.optim.Optimizer, got float$"):
+        mpkernels.doctor.advise(model, optimizer=1e-3)

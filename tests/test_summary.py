@@ -29,6 +29,7 @@ def test_each_target_has_a_line():
         "cpu-native      3 passed, 1 failed, 1 error, 1 skipped",
         "cuda-native     did not run here: torch sees no CUDA device (2 tests)",
         "No kernel ran on a GPU; docs/proof.md says what stands in for one.",
+        "1 skipped: has no such layout",
     ]
 
 
@@ -36,8 +37,10 @@ def test_no_stand_in_is_mentioned_if_a_gpu_was_there():
     assert lines_of([("passed", report("cuda-triton"))]) == ["cuda-triton     1 passed"]
 
 
-def test_tests_without_a_target_have_no_line():
-    assert lines_of([("passed", report(None)), skipped(None)]) == []
+def test_tests_without_a_target_have_a_line_for_each_cause_of_a_skip():
+    assert lines_of([("passed", report(None))]) == []
+    skips = [skipped(None, "needs timm"), *[skipped(None, "needs gloo")] * 2]
+    assert lines_of(skips) == ["2 skipped: needs gloo", "1 skipped: needs timm"]
 
 
 def test_a_file_that_could_not_be_read_has_no_line():

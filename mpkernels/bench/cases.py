@@ -11,7 +11,7 @@ import torch
 import mpkernels
 from mpkernels.bench import linear, ops, steps, training
 from mpkernels.bench.pairs import Pair
-from mpkernels.bench.settings import FOUR_LARGE, HUNDRED, THOUSAND, Place, Setting, Sizes, places
+from mpkernels.bench.settings import FOUR_LARGE, HUNDRED, ONE_50M, THOUSAND, Place, Setting, Sizes, places
 from mpkernels.ops import _devices
 
 
@@ -41,11 +41,11 @@ DEFAULT = "torch.amp default"
 EAGER = "torch.amp eager"
 WITHOUT_SCALER = "torch fused"
 QUICK = [  # the most telling cases come first, because a slow machine doesn't reach the last ones
+    f"step {{place}} bf16 {ONE_50M.name} vs {WITHOUT_SCALER}",  # README's
     f"step {{place}} bf16 {FOUR_LARGE.name} vs {BEST}",
     f"step {{place}} bf16 {FOUR_LARGE.name} vs {DEFAULT}",
     f"step moments-8bit {{place}} bf16 {FOUR_LARGE.name} vs {BEST}",
     f"step {{place}} fp32 {FOUR_LARGE.name} vs {BEST}",
-    f"step {{one}} bf16 {FOUR_LARGE.name} vs {WITHOUT_SCALER}",
     f"step imports {{one}} fp32 {FOUR_LARGE.name} vs {WITHOUT_SCALER}",
     f"step {{place}} bf16 1000x5k vs {BEST}",
     f"train {{place}} bf16 mlp-6x512-batch-128 vs {BEST}",
@@ -93,16 +93,19 @@ def _lists(place: Place) -> Iterator[Benchmark]:
         bf16, fp32 = (Setting(place, dtype, sizes) for dtype in ("bf16", "fp32"))
         yield from (step(bf16), step(fp32))
         yield step(bf16, variant="moments-8bit", state_dtype=torch.int8)
-        for setting in (bf16, fp32):
-            prepare = partial(steps.compare_without_scaler, setting)
-            yield Benchmark("step", setting, prepare, "adamw_", WITHOUT_SCALER)
+        yield from (_without_scaler(bf16), _without_scaler(fp32))
         if place.device == "cpu":
             prepare = partial(steps.compare_imports, fp32, 1.0)
             yield Benchmark("step", fp32, prepare, "adamw_", WITHOUT_SCALER, "imports")
+    yield _without_scaler(Setting(place, "bf16", ONE_50M))
     yield step(Setting(place, "bf16", FOUR_LARGE), DEFAULT, steps.default, clock="loop")  # it waits, which no graph can
     fp32 = Setting(place, "fp32", THOUSAND)
     yield Benchmark("grad_stats", fp32, partial(ops.compare_grad_stats, fp32), "grad_stats")
     yield Benchmark("unscale_", fp32, partial(ops.compare_unscale, fp32), "unscale_")
+
+
+def _without_scaler(setting: Setting) -> Benchmark:
+    return Benchmark("step", setting, partial(steps.compare_without_scaler, setting), "adamw_", WITHOUT_SCALER)
 
 
 def _linear(place: Place) -> Iterator[Benchmark]:

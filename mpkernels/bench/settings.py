@@ -51,6 +51,7 @@ class Setting(NamedTuple):
         return tensors
 
 
+ONE_50M = Sizes("1x50M", ((50_000_000,),))
 FOUR_LARGE = Sizes("4x2.5M", ((2_500_000,),) * 4)  # larger than most caches, with few waits among threads
 HUNDRED = Sizes("100x500k", ((500_000,),) * 100)
 THOUSAND = Sizes("1000x5k", ((5_000,),) * 1000)

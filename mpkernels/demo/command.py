@@ -1,7 +1,8 @@
 """The command: one model is trained in four ways side by side, then compared."""
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -26,11 +27,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(asked: argparse.Namespace, refuse: Callable[[str], Any]) -> int:
-    asked.out.mkdir(parents=True, exist_ok=True)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     steps = SIZES[device.type].steps if asked.steps is None else asked.steps
     if steps < 1:
         refuse(f"argument --steps: must be at least 1, got {steps}")
+    with _folder(asked.out):
+        _compare(device, steps, asked.out)
+    return 0
+
+
+@contextmanager
+def _folder(path: Path) -> Iterator[None]:
+    """Make a folder, and remove it in the end if nothing has come into it."""
+    is_new = not path.exists()
+    path.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # it isn't empty
+            if is_new:
+                path.rmdir()
+
+
+def _compare(device: torch.device, steps: int, out: Path) -> None:
     place = torch.cuda.get_device_name() if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
     print(f"A transformer learns Python from its standard library's sources, in four ways, on {place}.")
     print(f"{steps} steps of each follow.", flush=True)
@@ -45,12 +64,11 @@ def run(asked: argparse.Namespace, refuse: Callable[[str], Any]) -> int:
     if draws:
         times = {FP32: ours.theirs, BF16: bf16.theirs, OURS: ours.ours, OURS_8_BIT: ours_8_bit.ours}
         was_busy = " (this machine was busy)" * any(it.doubts() for it in (ours, ours_8_bit, bf16))
-        picture.draw(trainings, times, f"One training, four ways, on {place}{was_busy}", asked.out / "demo.png")
-        print(f"Drawn: {asked.out / 'demo.png'}")
+        picture.draw(trainings, times, f"One training, four ways, on {place}{was_busy}", out / "demo.png")
+        print(f"Drawn: {out / 'demo.png'}")
     sizes = ", ".join(f"{it.way.name} {sum(it.bytes_per_parameter().values()):.1f}" for it in trainings)
     print(f"bytes a parameter: {sizes}")
     print(verdict(ours, ours_8_bit))
-    return 0
 
 
 def train(trainings: Sequence[Training], steps: int) -> None:

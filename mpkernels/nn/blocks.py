@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import Linear, Module, Parameter
 
 from mpkernels import functional
+from mpkernels._shared.dtypes import dtype_of
 from mpkernels.linear import arguments
 from mpkernels.ops.linear.activations import ActivationLike, activation_name
 
@@ -26,9 +27,9 @@ class _Layers(Module):
         self.activation = activation_name(type(self).__name__, activation)
         self._layers: list[str] = []
 
-    def _add(self, layer: str, inputs: int, outputs: int, bias: bool, device: Any, dtype: torch.dtype | None) -> None:
+    def _add(self, layer: str, inputs: int, outputs: int, bias: bool, device: Any, dtype: Any) -> None:
         for name, shape in (("weight", (outputs, inputs)), ("bias", (outputs,) if bias else None)):
-            param = None if shape is None else Parameter(torch.empty(shape, device=device, dtype=dtype))
+            param = None if shape is None else Parameter(torch.empty(shape, device=device, dtype=dtype_of(dtype)))
             self.register_parameter(f"{layer}_{name}", param)
         self._layers.append(layer)
 
@@ -61,7 +62,7 @@ class GatedLinear(_Layers):
         out_features: int,
         bias: bool = True,
         device: Any = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         *,
         activation: ActivationLike = "silu",
     ) -> None:
@@ -121,7 +122,7 @@ class MLP(_Layers):
         out_features: int | None = None,
         bias: bool = True,
         device: Any = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         *,
         activation: ActivationLike | None = None,
         gated: bool = False,

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import Linear, Module, Parameter
 
 from mpkernels import functional
+from mpkernels._shared.dtypes import dtype_of
 from mpkernels.linear import arguments
 from mpkernels.ops.linear.activations import ActivationLike, activation_name, hooks_of
 
@@ -41,7 +42,7 @@ class LinearAct(Module):
         out_features: int,
         bias: bool = True,
         device: Any = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         *,
         activation: ActivationLike = "gelu",
     ) -> None:
@@ -50,10 +51,9 @@ class LinearAct(Module):
         arguments.layer(type(self).__name__, widths, bias, device, dtype)
         self.in_features, self.out_features = in_features, out_features
         self.activation = activation_name("LinearAct", activation)
-        self.weight = Parameter(torch.empty(out_features, in_features, device=device, dtype=dtype))
-        self.register_parameter(
-            "bias", Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
-        )
+        options: dict[str, Any] = {"device": device, "dtype": dtype_of(dtype)}
+        self.weight = Parameter(torch.empty(out_features, in_features, **options))
+        self.register_parameter("bias", Parameter(torch.empty(out_features, **options)) if bias else None)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

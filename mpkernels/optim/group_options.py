@@ -14,7 +14,7 @@ from mpkernels.optim.masters import KEYS, needs_master
 
 GROUP_OPTIONS = ("master", "state_dtype")
 _OPTIMIZER_OPTIONS = ("max_norm", "guard", "process_group", "offload")
-_NUMBERS = ("lr", "momentum", "dampening", "weight_decay", "eps")
+_NUMBERS = ("lr", "momentum", "dampening", "weight_decay", "eps", "ns_steps")
 _STATE_DTYPES = (torch.float32, torch.bfloat16, torch.int8)
 
 
@@ -50,6 +50,7 @@ def check_numbers(name: str, options: Mapping[str, Any]) -> None:
             numbers["betas[0]"], numbers["betas[1]"] = options["betas"]
         except (TypeError, ValueError) as error:
             raise type(error)(f"{name}: betas must be two numbers, got {options['betas']!r}") from None
+    numbers |= {f"ns_coefficients[{i}]": it for i, it in enumerate(options.get("ns_coefficients") or ())}
     for key, value in numbers.items():
         if not hasattr(value, "__float__"):
             raise TypeError(f"{name}: {key} must be a number, got {value!r}")

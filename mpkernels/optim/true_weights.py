@@ -19,10 +19,10 @@ class TrueWeights:
     >>> average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.999)).float()
     >>> average.update_parameters(TrueWeights(model, optimizer))  # after each step
 
-    timm's ``ModelEmaV3(model, dtype=torch.float32).update`` takes it likewise, and whatever else calls ``parameters``,
-    ``buffers``, their named forms or ``state_dict``. The masters are made anew for each call, in 4 bytes a parameter
-    for as long as the caller keeps them. A 16-bit buffer, or a weight that no optimizer here has stepped, comes as it
-    is, but in fp32.
+    timm's ``ModelEmaV3(model, dtype=torch.float32).update`` takes it likewise, diffusers' ``EMAModel`` its
+    ``parameters()``, and whatever else calls ``parameters``, ``buffers``, their named forms or ``state_dict``. The
+    masters are made anew for each call, in 4 bytes a parameter for as long as the caller keeps them. A 16-bit buffer,
+    or a weight that no optimizer here has stepped, comes as it is, but in fp32.
 
     Args:
         model: the model that trains.
@@ -46,7 +46,8 @@ class TrueWeights:
             param: optimizer.state.get(param, {}) for optimizer in self._optimizers for param in params_of(optimizer)
         }
         for name, param in self._model.named_parameters(*args, **kwargs):
-            yield name, _in_fp32(param, states.get(param, {}))
+            weight = _in_fp32(param, states.get(param, {}))
+            yield name, weight.requires_grad_(param.requires_grad)  # diffusers copies those that need no grad
 
     def parameters(self, recurse: bool = True) -> Iterator[Tensor]:
         """Yield what the model's method yields, with masters."""
@@ -67,7 +68,7 @@ class TrueWeights:
         """Return the model's state dict, with masters and in fp32."""
         saved, options = self._model.state_dict(), {"remove_duplicate": False}
         in_fp32 = dict(self.named_parameters(**options)) | dict(self.named_buffers(**options))
-        return saved | {key: in_fp32[key] for key in saved if key in in_fp32}
+        return saved | {key: in_fp32[key].detach() for key in saved if key in in_fp32}
 
 
 def _in_fp32(tensor: Tensor, state: Mapping[str, Tensor]) -> Tensor:

@@ -1,11 +1,13 @@
 """The command with patterns, and with cases that fail, hang or break the device."""
 
 import argparse
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from benchmarks import __main__ as benchmarks
+from benchmarks import conftest
 from benchmarks.cases import _single_ops
 from benchmarks.cases import all_cases as all_of_checkout
 from benchmarks.raw_samples import read
@@ -128,5 +130,17 @@ def test_quick_begins_with_the_optimizer_and_ends_with_single_ops():
     ops = [it.op for it in chosen]
     assert len(chosen) == len(cases.QUICK)
     assert ops[:5] == ["step"] * 5
-    assert [it.baseline for it in chosen[:2]] == [cases.BEST, cases.DEFAULT]
+    assert [it.baseline for it in chosen[:3]] == [cases.WITHOUT_SCALER, cases.BEST, cases.DEFAULT]
     assert set(ops[-2:]) == {"grad_stats", "unscale_"}
+
+
+def test_pytest_says_how_long_its_cases_take():
+    config = SimpleNamespace(getoption={"benchmark_disable": False, "benchmark_max_time": "2.0"}.get)
+    [case, *_] = all_of_checkout()
+    measured, missing = (
+        SimpleNamespace(fixturenames=["case"], callspec=SimpleNamespace(params={"case": case._replace(missing=why)}))
+        for why in ("", "no GPU")
+    )
+    line = conftest.pytest_report_collectionfinish(config, [*[measured] * 60, missing, SimpleNamespace()])
+    assert line.startswith("60 cases, at least 4 minutes, and several times as long on few cores")
+    assert conftest.pytest_report_collectionfinish(config, [missing]) == []

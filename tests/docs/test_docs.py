@@ -11,6 +11,7 @@ import importlib
 import inspect
 import os
 import re
+import runpy
 import shlex
 import subprocess
 from types import CodeType, FunctionType
@@ -142,6 +143,15 @@ def test_every_argument_of_a_public_name_has_a_text_of_its_own():
     assert len(texts) > 60
     assert [name for name, text in texts.items() if re.search(r"^    \w+(, \w+)+: ", text, re.MULTILINE)] == []
     assert [name for name, it in public_objects() if isinstance(it, type | FunctionType) and not texts[name]] == []
+
+
+def test_the_api_page_has_every_name_as_the_sources_have_it():
+    page = (ROOT / "docs" / "api.md").read_text()
+    assert runpy.run_path(str(ROOT / "docs" / "api_page.py"))["page"]() == page, "python docs/api_page.py writes it"
+    names = [name for name, it in public_objects() if name.startswith("mpkernels.")]
+    assert [name for name in names if f"### {name.rpartition('.')[2]}\n" not in page] == []
+    for line in ("`AdamW(params, lr=0.001, betas=(0.9, 0.999), eps=1e-08,", "* `grad_norm`: "):
+        assert page.count(f"\n{line}") == 1
 
 
 def commands():

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mpkernels import __version__, doctor
+from mpkernels import __version__, doctor, optim
 from mpkernels.doctor import machine, selftest
 from mpkernels.doctor.command import verdict
 from mpkernels.doctor.samples import SAMPLES
@@ -161,6 +161,42 @@ def test_advice_names_layer_size_and_remedy():
         "heads (MultiheadAttention): embed_dim / num_heads=12 is no multiple of 8; 16 is",
     ]
     assert doctor.advise(torch.nn.Linear(12, 12), torch.float32) == []
+
+
+@pytest.mark.parametrize("lr", [1e-2, 1e-4, 1e-5])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_advice_names_weights_that_a_step_does_not_move(lr, dtype):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.LayerNorm(64)).to(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.0)  # lr is 0 now; advice is about the one it was
+    found = doctor.advise(model, optimizer=optimizer)
+    before = [param.clone() for param in model.parameters()]
+    optimizer.param_groups[0]["lr"] = lr
+    for param in model.parameters():
+        param.grad = torch.randn_like(param).sign()
+    optimizer.step()
+    pairs = zip(before, model.named_parameters(), strict=True)
+    still = [name for old, (name, new) in pairs if 2 * (old != new).sum() < new.numel()]
+    assert bool(still) == (lr < 1e-2)
+    wanted = (
+        f"param_groups[0]: lr={lr:g} is too small to move most values in {len(still)} of 4 16-bit parameters, such as "
+        f"{''.join(still[:1])}; optimizers of mpkernels.optim keep fp32 masters"
+    )
+    assert [str(it) for it in found] == [wanted] * bool(still)
+
+
+def test_no_advice_on_weights_with_masters_or_steps_of_another_size():
+    model = torch.nn.Linear(64, 64).bfloat16()
+    params = list(model.parameters())
+    for optimizer in (
+        optim.AdamW(params, lr=1e-9),
+        optim.Masters(torch.optim.NAdam(params, lr=1e-9)),
+        torch.optim.SGD(params, lr=1e-9),
+        torch.optim.AdamW(torch.nn.Linear(64, 64).parameters(), lr=1e-9),
+        torch.optim.AdamW(torch.nn.Linear(64, 64, device="meta", dtype=torch.bfloat16).parameters(), lr=1e-9),
+    ):
+        assert doctor.advise(model, optimizer=optimizer) == []
 
 
 def test_a_bad_option_is_refused_in_a_line():

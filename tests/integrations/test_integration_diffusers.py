@@ -1,4 +1,4 @@
-"""fuse on diffusers' FeedForward, against the real library: alone, in blocks and in whole models."""
+"""fuse on diffusers' FeedForward, against the real library: alone, in blocks and in whole models. Its averages."""
 
 import copy
 import pickle
@@ -10,6 +10,7 @@ import torch
 from torch.testing import assert_close
 
 from mpkernels.nn import fuse, unfuse
+from mpkernels.optim import SGD, TrueWeights
 from tests.nn.fusing.feed_forwards import X, results
 from tests.nn.fusing.models import assert_computes, recorded_ops
 
@@ -18,6 +19,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from diffusers import DiTTransformer2DModel, FluxTransformer2DModel
     from diffusers.models.attention import BasicTransformerBlock, FeedForward
+    from diffusers.training_utils import EMAModel
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the libraries' own
 OPS = {"gelu": "mlp", "gelu-approximate": "mlp", "linear-silu": "mlp", "geglu": "gated_mlp", "swiglu": "gated_mlp"}
@@ -107,3 +109,17 @@ def test_a_model_computes_the_same(make, ops):
         got = computed()
     assert ran == ops
     assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_its_average_takes_true_weights(foreach):
+    """It ends as torch's average of fp32 weights does. In bf16 it would stand still."""
+    param = torch.nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+    optimizer = SGD([param], lr=1 / 300)
+    weights = TrueWeights(torch.nn.ParameterList([param]), optimizer)
+    average = EMAModel(weights.parameters(), decay=0.999, min_decay=0.999, foreach=foreach)
+    for _ in range(300):
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+        average.step(weights.parameters())
+    assert average.shadow_params[0].item() == pytest.approx(0.861, abs=1e-4)

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from mpkernels import doctor
-from mpkernels.amp import Policy, accumulate, to_mixed
-from mpkernels.optim import SGD, Adam, AdamW, Lion
+from mpkernels.amp import Policy, accumulate, autocast, to_mixed
+from mpkernels.nn import MLP, GatedLinear, LinearAct
+from mpkernels.optim import SGD, Adam, AdamW, Lion, Muon
 
 NAMES = {
     torch.float32: ("float32", "fp32", "torch.float32"),
@@ -63,6 +64,15 @@ def test_to_mixed_accumulate_advise_and_policies_take_names():
     assert Policy("fp32") == Policy("float32") == Policy("torch.float32")
 
 
+def test_autocast_and_layers_take_names():
+    for cast in (autocast("cpu", "bf16"), autocast(device_type="cpu", dtype="bfloat16"), autocast(True, "bf16")):
+        assert (cast.fast_dtype, cast._enabled) == (torch.bfloat16, True)
+    for layer in (LinearAct(2, 2, dtype="bf16"), GatedLinear(2, 2, dtype="torch.bfloat16"), MLP(2, 2, dtype="bf16")):
+        assert {param.dtype for param in layer.parameters()} == {torch.bfloat16}
+    with pytest.raises(TypeError, match="dtype"):
+        LinearAct(2, 2, dtype="b16")
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
@@ -78,3 +88,16 @@ def test_to_mixed_accumulate_advise_and_policies_take_names():
 def test_text_and_zero_for_numbers_are_refused_by_name_and_value(options, text):
     with pytest.raises((TypeError, ValueError), match=f"AdamW: {text}"):
         AdamW([torch.ones(1)], **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"momentum": "0.95"}, "momentum must be a number, got '0.95'"),
+        ({"ns_steps": "5"}, "ns_steps must be a number, got '5'"),
+        ({"ns_coefficients": (3.4, "-4.7", 2.0)}, r"ns_coefficients\[1\] must be a number, got '-4.7'"),
+    ],
+)
+def test_muon_refuses_text_for_numbers(options, text):
+    with pytest.raises(TypeError, match=f"Muon: {text}"):
+        Muon([torch.ones(1, 1)], **options)
