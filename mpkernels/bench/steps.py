@@ -97,8 +97,8 @@ def compare_steps(
     weights: torch.dtype = torch.float32,
     **options: Any,
 ) -> Pair:
-    """Compare steps under a scaler. Our parameters have the setting's dtype, with split masters in 16 bits; torch's have
-    ``weights``'s."""
+    """Compare steps under a scaler. Our parameters have the setting's dtype, with split masters in 16 bits; the others
+    have ``weights``."""
     dtype, device = DTYPES[setting.dtype], setting.place.device
     chosen = {name: options[name] for name in ("state_dtype", "master") if name in options}
     moved = bytes_of_our_step(dtype, states=states, **chosen) * setting.sizes.elements
