@@ -118,21 +118,29 @@ class StreamedPlan(Plan):
         is_skipped = write_outcome(scale, found_inf, total_sumsq, None, None)
         if is_skipped is not None and self.report is not None:
             overflow_(here, is_skipped.float(), scale, False, self.report)
-        slots, buckets = self._slots, self._buckets
         with uninterrupted():
-            slots.begin()
-            for i, bucket in enumerate(buckets[: slots.COUNT]):
-                slots.bring(i, bucket.brought)
-            for i, bucket in enumerate(buckets):
-                slots.await_arrival(i)
-                outcome, skips = (verdict.outcome, skipped_steps) if i == 0 else (None, None)
-                its_verdict = Verdict(scale, found_inf, total_sumsq, outcome)
-                bucket.plan.step(grads_by_bucket[i], its_verdict, max_norm, skips)
-                slots.send(i, bucket.sent)
-                if i + slots.COUNT < len(buckets):
-                    slots.bring(i + slots.COUNT, buckets[i + slots.COUNT].brought)
-            slots.end()
+            try:
+                known = Verdict(scale, found_inf, total_sumsq, verdict.outcome)
+                self._visit(grads_by_bucket, known, max_norm, skipped_steps)
+            finally:
+                self._slots.end()
             torch.autograd.graph.increment_version([self._wholes[i] for i in self._cut])
+
+    def _visit(
+        self, grads: list[list[Tensor]], verdict: Verdict, max_norm: float | None, skipped_steps: Tensor | None
+    ) -> None:
+        """Bring, step and send each bucket. The first one's step writes the outcome and counts a skip."""
+        slots, buckets = self._slots, self._buckets
+        slots.begin()
+        for i, bucket in enumerate(buckets[: slots.COUNT]):
+            slots.bring(i, bucket.brought)
+        for i, bucket in enumerate(buckets):
+            slots.await_arrival(i)
+            bucket.plan.step(grads[i], verdict, max_norm, skipped_steps)
+            verdict, skipped_steps = verdict._replace(outcome=None), None
+            slots.send(i, bucket.sent)
+            if i + slots.COUNT < len(buckets):
+                slots.bring(i + slots.COUNT, buckets[i + slots.COUNT].brought)
 
     def _kinds_of(self, here: list[Tensor]) -> list[Any]:
         """Return what decides whether a step takes its arguments, as far as that may change. torch itself refuses a
