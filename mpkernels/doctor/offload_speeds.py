@@ -18,7 +18,10 @@ def rows() -> dict[str, str]:
     """Return the measured speeds, and what a step of 1e9 bf16 parameters would take; {} without a GPU."""
     if not torch.cuda.is_available():
         return {}
-    copies = _copies()
+    try:
+        copies = _copies()
+    except RuntimeError as error:  # without memory for them, say
+        return {"not measured": str(error)}
     found = {
         name: f"{speed / 1e9:.1f} GB/s"
         for name, speed in zip(("to the GPU", "to the host", "both at once, each"), copies, strict=True)

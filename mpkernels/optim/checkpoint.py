@@ -29,8 +29,7 @@ def saving(optimizer: Any) -> Iterator[None]:
             packed["state_dtype"] = str(group["state_dtype"])  # torch.distributed.checkpoint takes no dtype
             for param, number in zip(group["params"], packed["params"], strict=True):
                 if number in states:
-                    home = home_of(optimizer, param)
-                    states[number] = param_state.portable(optimizer._rule, home, states[number], is_fsdp1s(param))
+                    states[number] = param_state.portable(optimizer._rule, param, states[number], is_fsdp1s(param))
 
     hook = optimizer.register_state_dict_post_hook(make_plain, prepend=True)
     try:
@@ -65,8 +64,9 @@ def loading(optimizer: Any) -> Iterator[None]:
                 if states.get(number) and not isinstance(states[number], _Adopted):  # an interrupted load left its hook
                     state = {key: it for key, it in states[number].items() if it is not None}  # SGD saves None
                     _check(op, rule.ops.rule, number, state, param)
-                    home = home_of(optimizer, param)
-                    states[number] = _Adopted(param_state.adopt(rule, name, home, state, saved, group["state_dtype"]))
+                    with home_of(optimizer, param) as home:
+                        made = param_state.adopt(rule, name, home, state, saved, group["state_dtype"])
+                    states[number] = _Adopted(made)
             _refuse_other_group(op, optimizer, i, saved)
         return loaded | {"state": states, "param_groups": groups}
 

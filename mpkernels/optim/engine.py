@@ -197,12 +197,12 @@ class Engine(SkippingOptimizer):
 
     def _state_of(self, param: Tensor, grad: Tensor | None, group: dict[str, Any]) -> dict[str, Tensor]:
         refuse_sparse(type(self).__name__, grad)
-        home, known = param, self._states.get(param, {})
-        if self._offload is not None:
-            if self._offload.is_ready(self, param, known, group):
-                return known  # type: ignore[no-any-return]
-            home, known = self._offload.placed(param, known)
-        state = param_state.for_step(self._rule, type(self).__name__, home, known, group)
+        known = self._states.get(param, {})
+        if self._offload is not None and self._offload.is_ready(self, param, known, group):
+            return known  # type: ignore[no-any-return]
+        with offloading.home_of(self, param) as home:
+            known = offloading.beside(home, known)
+            state = param_state.for_step(self._rule, type(self).__name__, home, known, group)
         if state:
             self._states[param] = state
         return state
@@ -217,6 +217,8 @@ class Engine(SkippingOptimizer):
         """Load a state dict of ours or torch's, or leave everything as it is if that fails. Unlike torch, don't round
         the states to their parameter's dtype."""
         checkpoint.refuse_no_dict(f"{type(self).__name__}.load_state_dict", "state_dict", state_dict)
+        if self._offload is not None:
+            self._offload.wait()  # the dict may hold our own states
         with checkpoint.loading(self):
             super().load_state_dict(state_dict)
 

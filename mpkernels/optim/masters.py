@@ -80,7 +80,8 @@ def saved_in_fp32(param: Tensor, state: State) -> State:
     """Return the state with the master in place of its remainder, if it has one."""
     if "remainder" not in state:
         return state
-    master = placed_as(param, join(part_of(param.detach()), part_of(state["remainder"])))
+    part, remainder = part_of(param.detach()), part_of(state["remainder"])  # which offload keeps on the host
+    master = placed_as(param, join(part.to(remainder.device), remainder))
     return {key: value for key, value in state.items() if key != "remainder"} | {"master": master}
 
 

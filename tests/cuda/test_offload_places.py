@@ -179,7 +179,7 @@ def test_weights_may_have_gaps_other_orders_and_complex_numbers(way):
 def test_dtensors_of_fsdp2_train_as_without_offload(way, released):
     """A single process, whose parameters are DTensors on a mesh of GPUs."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(24, 32), nn.Linear(32, 4)).to(CUDA)
+    model = nn.Sequential(nn.Linear(24, 128), nn.Linear(128, 4)).to(CUDA)  # of which one is cut
     twin, results = copy.deepcopy(model), []
     with fake_processes(1), warnings.catch_warnings(action="ignore"):
         for it, offload in ((model, way), (twin, False)):

@@ -27,10 +27,9 @@ traffic a parameter, where a step with 8-bit moments takes 16. The pinned memory
 bucket, over tensors in a *slot*: one of three pieces of the GPU's memory.
 
 A step: 1. The verdict is found over all grads, as without offload. The host doesn't wait for it. 2. Each bucket's step
-is rehearsed, if arguments are of other kinds than last time. 3. A bucket arrives once the one before it in its slot has
-left; the current stream steps it; it leaves. Each direction has a stream of its own. The kernels change nothing in a
-skipped step, so what leaves is what has arrived. 4. The first bucket's step writes the outcome, behind which the report
-on all grads is filled.
+is rehearsed, if arguments are of other kinds than last time. 3. The report on all grads is filled, should the step be
+skipped. 4. A bucket arrives once the one before it in its slot has left; the current stream steps it; it leaves. Each
+direction has a stream of its own. A skipped step changes nothing, so what leaves is what has arrived.
 
 Only the current stream reads grads and writes weights, so they need no care. A parameter with more states than a bucket
 is cut in its order of memory, between blocks of 8-bit states. Its pieces share a count of steps, which the last brings
@@ -39,11 +38,11 @@ back. Whoever reads ``optimizer.state`` waits until it has come back.
 
 from typing import Any
 
-from mpkernels.optim.offload.offload import Offload, has_grads_on_host, home_of, weights_and_masters
+from mpkernels.optim.offload.offload import Offload, beside, has_grads_on_host, home_of, weights_and_masters
 from mpkernels.optim.offload.on_host import OnHost
 from mpkernels.optim.offload.streaming import Streaming
 
-__all__ = ["Offload", "has_grads_on_host", "home_of", "offloaded", "weights_and_masters"]
+__all__ = ["Offload", "beside", "has_grads_on_host", "home_of", "offloaded", "weights_and_masters"]
 
 
 def offloaded(option: Any) -> Offload:

@@ -60,7 +60,7 @@ class Pinned:
     """Pinned memory, handed out in pieces. All of it is freed with this object and its pieces."""
 
     def __init__(self) -> None:
-        self._left = torch.empty(0, dtype=torch.uint8)
+        self._left = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._lock = threading.Lock()  # backwards of several devices run in as many threads
 
     def like(self, tensor: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ class Pinned:
 
 def pinned(size: int) -> Tensor:
     try:
-        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
     except RuntimeError as error:
         raise RuntimeError(
             f"mpkernels: offload needs {size} bytes more of pinned memory, which the host doesn't give ({error}); free "

@@ -1,6 +1,7 @@
 """What ``offload`` changes about an optimizer: where its states are, what its plans are, what becomes of grads."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -22,15 +23,16 @@ class Offload:
     _option: str
     _why: ClassVar[str]  # a step can be neither captured nor compiled
 
-    def home(self, param: Tensor) -> Tensor:
-        """Return what states are made for in a parameter's place: a tensor on the host that holds what it holds."""
+    def home(self, param: Tensor) -> AbstractContextManager[Tensor]:
+        """Yield what states are made for in a parameter's place: a tensor on the host that holds what it holds. What is
+        written to it gets to the parameter afterwards."""
         raise NotImplementedError
 
     def begin_reading(self, params: Sequence[Tensor]) -> None:
-        """Have states and homes hold what they should before somebody reads them."""
+        """Have homes hold what their parameters hold."""
 
     def settle(self) -> None:
-        """Give weights what was written to their homes."""
+        """Give parameters what was written to homes that stay."""
 
     def wait(self) -> None:
         """Have the host wait for states that are on their way to it."""
@@ -54,14 +56,6 @@ class Offload:
         """Return the plans of the parameters at these places, which have states and a grad."""
         raise NotImplementedError
 
-    def placed(self, param: Tensor, state: State) -> tuple[Tensor, State]:
-        """Return a parameter's home, and its state, moved there: a loader may have put some of it elsewhere."""
-        home = self.home(param)
-        device = part_of(home.detach()).device
-        if all(_is_there(value, device) for value in state.values()):
-            return home, state
-        return home, {key: it if _is_there(it, device) else _moved(home, it) for key, it in state.items()}
-
     def step_of(self, optimizer: Any, params: Sequence[Tensor]) -> Any:
         """Return the function that takes the optimizer's step, which torch.compile must not trace."""
         name, step = type(optimizer).__name__, optimizer._step
@@ -71,10 +65,18 @@ class Offload:
         return step
 
 
-def home_of(optimizer: Any, param: Tensor) -> Tensor:
-    """Return what an optimizer's states are made for: the parameter, or with ``offload`` its home on the host."""
+def home_of(optimizer: Any, param: Tensor) -> AbstractContextManager[Tensor]:
+    """Yield what an optimizer's states are made for: the parameter, or with ``offload`` its home on the host."""
     offload: Offload | None = optimizer._offload
-    return param if offload is None else offload.home(param)
+    return nullcontext(param) if offload is None else offload.home(param)
+
+
+def beside(home: Tensor, state: State) -> State:
+    """Return a state, moved to where its parameter's home is: a loader may have put some of it elsewhere."""
+    device = part_of(home.detach()).device
+    if all(_is_there(value, device) for value in state.values()):
+        return state  # the same object: a user may hold it
+    return {key: it if _is_there(it, device) else _moved(home, it) for key, it in state.items()}
 
 
 def weights_and_masters(optimizer: Any) -> Iterator[tuple[Tensor, State]]:
@@ -82,7 +84,8 @@ def weights_and_masters(optimizer: Any) -> Iterator[tuple[Tensor, State]]:
     for param in params_of(optimizer):
         state = optimizer.state.get(param, {})
         if "master" in state:
-            yield home_of(optimizer, param), state
+            with home_of(optimizer, param) as home:
+                yield home, state
 
 
 def has_grads_on_host(optimizer: Any) -> bool:

@@ -1,6 +1,7 @@
 """offload=True: the host steps."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -23,8 +24,8 @@ class OnHost(Offload):
         self.twins, self.arrived = Twins(), HostGrads()
         self._slices = Slices()
 
-    def home(self, param: Tensor) -> Tensor:
-        return self.twins.home(param)
+    def home(self, param: Tensor) -> AbstractContextManager[Tensor]:
+        return nullcontext(self.twins.home(param))
 
     def begin_reading(self, params: Sequence[Tensor]) -> None:
         self.twins.follow(params)
@@ -63,7 +64,7 @@ class OnHost(Offload):
         rows = list(rows)
         for i in places:
             group, param, state = rows[i]
-            rows[i] = group, self.home(param), state
+            rows[i] = group, self.twins.home(param), state
         sizes = [part.numel() * part.itemsize for part in parts_of([grads[i] for i in places])]
         kept = optimizer._ledger, optimizer._agreement.parts, self.twins, self.arrived, self._slices
         return [OffloadedPlan(optimizer._rule, rows, params, places, sizes, *kept)]

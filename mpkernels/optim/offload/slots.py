@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mpkernels.distributed.parts import part_of
 from mpkernels.optim.offload.copies import BUCKET, Lane
 
 LINE = 16  # bytes: kernels read 16 at once
@@ -21,6 +22,15 @@ class Block(NamedTuple):
     state: dict[str, Tensor]  # views of the memory
     made_for: Any  # the options that the states follow
 
+    def holds(self, state: dict[str, Tensor]) -> bool:
+        """Return whether these are the states here: a user may have put others in their place, or given them memory."""
+        return all(state.get(key) is it for key, it in self.state.items()) and self.addresses() == [
+            self.memory.data_ptr() + at for at in self.offsets.values()
+        ]
+
+    def addresses(self) -> list[int]:
+        return [part_of(it).data_ptr() for it in self.state.values()]
+
 
 class Slots:
     """One device's memory through which buckets go in turn, and a stream for each direction. Buckets are numbered from
@@ -29,7 +39,8 @@ class Slots:
     COUNT = 3
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.memory, self.is_busy = device, [torch.empty(0, dtype=torch.uint8, device=device)] * 3, False
+        self.device, self.is_busy = device, False
+        self.memory = [torch.empty(0, dtype=torch.uint8, device=device)] * self.COUNT
         self._arriving, self._leaving = Lane(device), Lane(device)
         self._arrived, self._left = ([torch.cuda.Event() for _ in range(self.COUNT)] for _ in range(2))
         self._all_left = torch.cuda.Event()
@@ -37,15 +48,20 @@ class Slots:
     def fit(self, sizes: Sequence[int]) -> None:
         """Have a bucket of each size fit in its turn. The host waits if there must be new memory."""
         least = BUCKET if len(sizes) > self.COUNT else 0  # so that memory fits whichever parameters have grads
-        needed = [max((least, *sizes[k :: self.COUNT])) for k in range(self.COUNT)]
-        if all(it.numel() >= size for it, size in zip(self.memory, needed, strict=True)):
+        needed = [max((least, it.numel(), *sizes[k :: self.COUNT])) for k, it in enumerate(self.memory)]
+        if needed == [it.numel() for it in self.memory]:
             return
         self.wait()
-        self.memory = [torch.empty(size, dtype=torch.uint8, device=self.device) for size in needed]
-        for it in self.memory:
+        memory = [torch.empty(size, dtype=torch.uint8, device=self.device) for size in needed]
+        for it in memory:
             it.record_stream(self._arriving.stream)
             it.record_stream(self._leaving.stream)
-        self._arriving.follow()  # the current stream may still use what the allocator hands out again
+        self.follow()  # the current stream may still use what the allocator hands out again
+        self.memory = memory
+
+    def follow(self) -> None:
+        """Have what is brought later wait for all that the current stream was given so far."""
+        self._arriving.follow()
 
     def begin(self) -> None:
         """Begin a step: the one before must have left, because the pieces of a parameter share a count of steps."""

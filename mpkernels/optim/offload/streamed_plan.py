@@ -1,6 +1,8 @@
 """The plan of a step whose states visit the GPU: bucket after bucket arrives, is stepped and leaves."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -8,13 +10,13 @@ import torch
 from torch import Tensor
 
 from mpkernels._shared.parameters import put_on, real
-from mpkernels.distributed.parts import part_of, parts_in
+from mpkernels.distributed.parts import part_of, parts_in, parts_of
 from mpkernels.distributed.shares import Parts
 from mpkernels.ops.grads.overflow import overflow_
 from mpkernels.ops.step.int8 import QUANTIZED
 from mpkernels.ops.step.skip_and_clip import write_outcome
 from mpkernels.optim.offload.buckets import in_buckets, in_order_of
-from mpkernels.optim.offload.copies import BUCKET, dense, shaped, uninterrupted
+from mpkernels.optim.offload.copies import BUCKET, shaped, uninterrupted
 from mpkernels.optim.offload.slots import LINE, Block, Pair, Slots
 from mpkernels.optim.optimizer_rule import OptimizerRule
 from mpkernels.optim.plan import Group, Plan, State
@@ -64,7 +66,7 @@ class StreamedPlan(Plan):
         spans = list(_spans(self._parts, self._blocks))
         slots.fit([size for _, size in spans])
         self._buckets = [self._bucket(rows, span, slots.memory[i % slots.COUNT]) for i, (span, _) in enumerate(spans)]
-        self._cut = sorted({span.first for span, _ in spans if span.end is not None})
+        self._cut = {span.first: tuple(self._parts[span.first].shape) for span, _ in spans if span.end is not None}
         self._addresses = self._addresses_now()
         self._strides = [real(part).stride() for part in self._parts]
         self._rehearsed: list[Any] = []  # kinds of arguments
@@ -94,18 +96,19 @@ class StreamedPlan(Plan):
 
     @property
     def has_moved(self) -> bool:
-        """Tell whether a parameter has moved, or one that is cut has got other memory."""
+        """Tell whether a parameter has moved, or one that is cut, or a state, has got other memory."""
         return super().has_moved or self._addresses != self._addresses_now()
 
     first_has_moved = has_moved  # buckets can't wait for each other
 
     def _addresses_now(self) -> list[int]:
-        return [part_of(self._wholes[i]).data_ptr() for i in self._cut]
+        cut = parts_of([self._wholes[i] for i in self._cut])
+        return [*map(Tensor.data_ptr, cut), *chain.from_iterable(block.addresses() for block in self._blocks)]
 
     def step(
         self, grads: list[Any], verdict: Verdict, max_norm: float | None = None, skipped_steps: Tensor | None = None
     ) -> None:
-        """Give the device a step, or a skip, and don't wait for it. If this raises, nothing has been stepped."""
+        """Give the device a step, or a skip, and don't wait for it. If this raises, no parameter there has moved."""
         here = self._grads_here(grads)
         if list(map(Tensor.stride, here)) != self._strides:
             here = list(map(in_order_of, self._parts, here))
@@ -145,24 +148,32 @@ class StreamedPlan(Plan):
     def _kinds_of(self, here: list[Tensor]) -> list[Any]:
         """Return what decides whether a step takes its arguments, as far as that may change. torch itself refuses a
         grad on another device than its parameter."""
-        options = [x for group in self.groups for x in self._rule.hyperparameters(group)]
-        params = list(map(part_of, self._wholes)) if self._is_sharded else self._wholes
+        options = [x for group in self.groups for x in (*self._rule.hyperparameters(group), group["maximize"])]
         return [
             *map(_DTYPE, here),
             *map(_SHAPE, here),
-            *map(Tensor.data_ptr, params),
+            *map(Tensor.data_ptr, parts_of(self._wholes)),
             *((x.shape, x.dtype, x.device) if isinstance(x, Tensor) else type(x) for x in options),
         ]
 
     def _rehearse(self, here: list[Tensor], grads_by_bucket: list[list[Tensor]], max_norm: float | None) -> None:
-        """Have each bucket's step check its arguments. These steps are skipped, so they do nothing else."""
-        for i in self._cut:  # a piece doesn't show its shape
-            wanted, got = tuple(self._parts[i].shape), tuple(here[i].shape)
-            if got != wanted:
-                raise ValueError(f"{self._ops.rule.op}: grads[{i}] must have the parameter's shape {wanted}, got {got}")
+        """Have each bucket's step check its arguments. These steps are skipped, so they change nothing."""
+        for i, shape in self._cut.items():  # a piece doesn't show it
+            for name, it in (("grads", here[i]), ("params", self._parts[i])):
+                if it.shape != shape:
+                    got = tuple(it.shape)
+                    raise ValueError(f"{self._ops.rule.op}: {name}[{i}] must have the states' shape {shape}, got {got}")
         skip = Verdict(found_inf=torch.ones((), dtype=torch.float32, device=self.device))
         for bucket, grads in zip(self._buckets, grads_by_bucket, strict=True):
-            bucket.plan.step(grads, skip, max_norm)
+            try:
+                bucket.plan.step(grads, skip, max_norm)
+            except (RuntimeError, TypeError, ValueError) as error:  # which counts from the bucket's first parameter
+                raise type(error)(_counted_from(bucket.span.first, str(error))) from error
+        self._slots.follow()  # the reference writes to slots what they hold
+
+
+def _counted_from(first: int, error: str) -> str:
+    return re.sub(r"\[(\d+)\]", lambda it: f"[{int(it[1]) + first}]", error)
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -188,9 +199,10 @@ def _spans(parts: Sequence[Tensor], blocks: Sequence[Block]) -> Iterator[tuple[S
 
 
 def _may_be_cut(part: Tensor, state: State) -> bool:
-    shaped_states = [it for it in parts_in(state).values() if it.shape == part.shape]
-    are_alike = all(it.stride() == part.stride() for it in shaped_states)
-    return are_alike and dense(part) is part and not part.is_complex()
+    """Return whether parameter and states fill their memory in the same order."""
+    return not part.is_complex() and all(
+        it.stride() == part.stride() for key, it in parts_in(state).items() if key not in ("scales", "step")
+    )
 
 
 def _cut(whole: State, elements: int, begin: int, end: int, slot: Tensor) -> tuple[State, list[Pair]]:
@@ -212,10 +224,10 @@ def _cut(whole: State, elements: int, begin: int, end: int, slot: Tensor) -> tup
 
 
 def _joined(pairs: Sequence[Pair]) -> list[Pair]:
-    """Return as few pairs as possible: neighbours in both memories become one."""
+    """Return as few pairs as possible: neighbours become one. In a slot, all are neighbours."""
     joined: list[Pair] = []
     for there, host in pairs:
-        if joined and _are_neighbours(joined[-1][0], there) and _are_neighbours(joined[-1][1], host):
+        if joined and _are_neighbours(joined[-1][1], host):
             size = (joined[-1][0].numel() + there.numel(),)
             joined[-1] = joined[-1][0].as_strided(size, (1,)), joined[-1][1].as_strided(size, (1,))
         elif there.numel():
@@ -224,5 +236,5 @@ def _joined(pairs: Sequence[Pair]) -> list[Pair]:
 
 
 def _are_neighbours(one: Tensor, other: Tensor) -> bool:
-    is_same = one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() and one.dtype == other.dtype
+    is_same = one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
     return is_same and one.storage_offset() + one.numel() == other.storage_offset()

@@ -1,6 +1,7 @@
 """offload="stream": states visit the GPU."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,7 +26,6 @@ class Streaming(Offload):
     def __init__(self) -> None:
         self._pinned, self._blocks = Pinned(), dict[Tensor, Block]()
         self._slots: dict[torch.device, Slots] = {}
-        self._lent: tuple[Tensor, Tensor, object] | None = None  # a weight, its home and the version of that
 
     def __del__(self) -> None:
         self.wait()
@@ -34,35 +34,27 @@ class Streaming(Offload):
         for slots in self._slots.values():
             slots.wait()
 
-    @torch.no_grad()
-    def home(self, param: Tensor) -> Tensor:
+    @contextmanager
+    def home(self, param: Tensor) -> Iterator[Tensor]:
         if not param.is_cuda:
-            return param
-        self.settle()
+            yield param
+            return
+        self.wait()  # states are about to be read, too
         part = part_of(param.detach())
         there = torch.empty_like(part, device="cpu").copy_(part)
-        self._lent = part, there, version_of(there)
-        return placed_as(param, there)  # type: ignore[no-any-return]
-
-    @torch.no_grad()
-    def settle(self) -> None:
-        if self._lent is not None:
-            (part, there, version), self._lent = self._lent, None
-            if version_of(there) != version:
+        version = version_of(there)
+        yield placed_as(param, there)
+        if version_of(there) != version:
+            with torch.no_grad():
                 part.copy_(there)
 
     def is_ready(self, optimizer: Any, param: Tensor, state: State, group: Group) -> bool:
         block = self._blocks.get(param)
-        return block is not None and block.made_for == _options(optimizer, param, group) and _is_in(block, state)
-
-    def placed(self, param: Tensor, state: State) -> tuple[Tensor, State]:
-        self.wait()
-        return super().placed(param, state)
+        return block is not None and block.made_for == _options(optimizer, param, group) and block.holds(state)
 
     def plans(
         self, optimizer: Any, params: Sequence[Tensor], rows: Sequence[Any], places: list[int], grads: list[Any]
     ) -> list[Plan]:
-        self.settle()
         self._blocks = {param: self._blocks[param] for param in params if param in self._blocks}
         found, kept = [], (optimizer._ledger, optimizer._agreement.parts)
         for device, there in by_device((params[i] for i in places), places).items():
@@ -77,16 +69,16 @@ class Streaming(Offload):
 
     def _keep(self, optimizer: Any, param: Tensor, group: Group, state: State) -> None:
         """Move a parameter's states to pinned memory, unless they are there. ``state`` changes when all have moved."""
-        block, op = self._blocks.get(param), optimizer._rule.ops.rule
-        if block is None or not _is_in(block, state):
-            parts, shape = parts_in(state), part_of(param).shape
+        block, op, parts = self._blocks.get(param), optimizer._rule.ops.rule, parts_in(state)
+        keys = [key for key in (*masters.KEYS.values(), *op.states, "scales", "step") if key in state]
+        shape = tuple(part_of(param).shape)
+        for key in keys:
+            got = tuple(parts[key].shape)
+            if got != shape and key not in ("scales", "step"):  # kernels see slots, never these
+                raise ValueError(f"{op.op}: {key} must have the parameter's shape {shape}, got {got}")
+        if block is None or keys != [*block.offsets] or not block.holds(state):
             offsets, size = {}, 0
-            for key in (*masters.KEYS.values(), *op.states, "scales", "step"):
-                if key not in parts:
-                    continue
-                if key not in ("scales", "step") and parts[key].shape != shape:  # kernels see slots, never these
-                    got = tuple(parts[key].shape)
-                    raise ValueError(f"{op.op}: {key} must have the parameter's shape {tuple(shape)}, got {got}")
+            for key in keys:
                 offsets[key] = size
                 size += -(-parts[key].numel() * parts[key].itemsize // LINE) * LINE
             memory = self._pinned.take(size)
@@ -96,10 +88,6 @@ class Streaming(Offload):
             state.update(moved)
             block = Block(memory, offsets, moved, None)
         self._blocks[param] = block._replace(made_for=_options(optimizer, param, group))
-
-
-def _is_in(block: Block, state: State) -> bool:
-    return all(state.get(key) is it for key, it in block.state.items())
 
 
 def _options(optimizer: Any, param: Tensor, group: Group) -> Any:
@@ -114,4 +102,4 @@ def _own(memory: Tensor, at: int, state: Tensor) -> Tensor:
     begin = memory.storage_offset() + at
     storage = memory.untyped_storage()[begin : begin + state.numel() * state.itemsize]
     strides = torch.empty_like(state, device="meta").stride()
-    return torch.empty(0, dtype=state.dtype).set_(storage, 0, state.shape, strides).copy_(state)
+    return torch.empty(0, dtype=state.dtype, device="cpu").set_(storage, 0, state.shape, strides).copy_(state)
