@@ -94,6 +94,7 @@ rule compile
   generator = 1
   pool = memory
 rule link
+  description = links $out
   command = {cxx} -shared -o $out $in $flags
 {"".join(edges)}
 build {LIBRARY}: link {" ".join(objects)} | {stubs}
@@ -186,7 +187,7 @@ if __name__ == "__main__":
     native = setuptools.Extension("mpkernels._native", sources, depends=["toolchain.py"])
     shutil.rmtree("build/lib", ignore_errors=True)  # else a module deleted since the last build would be shipped
     commands = {"build": Build, "build_ext": BuildNative, "bdist_wheel": AnyPythonWheel}
-    # An editable install puts the checkout on sys.path. By setuptools' default it would come after a folder of the name
-    # mpkernels in the current one, such as the checkout's own.
-    options = {"build": {"build_lib": "build/lib"}, "editable_wheel": {"mode": "compat"}}
-    setuptools.setup(ext_modules=[native], cmdclass=commands, options=options)
+    # With package_dir, an editable install puts the checkout on sys.path. Without, it adds a hook, which comes after a
+    # folder of the name mpkernels in the current one, such as the checkout's own.
+    options = {"build": {"build_lib": "build/lib"}}
+    setuptools.setup(ext_modules=[native], cmdclass=commands, options=options, package_dir={"": "."})

@@ -29,7 +29,7 @@ def test_submodules_need_no_import_of_their_own():
 def test_a_folder_of_the_same_name_is_not_taken_for_the_package(tmp_path):
     """Such as the checkout itself, for a script in the folder that holds it."""
     (tmp_path / "mpkernels").mkdir()
-    command = [sys.executable, "-c", "import mpkernels.nn"]
+    command = [sys.executable, "-c", "import mpkernels; mpkernels.nn"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 
