@@ -32,6 +32,7 @@ import toolchain  # noqa: E402
 
 BUILD = "build/native"
 LIBRARY = f"{BUILD}/_native.so"
+SILENCE = 20  # seconds, after which the build says that it goes on: one file may take minutes
 
 
 def jobs_in_memory() -> int:
@@ -120,7 +121,13 @@ def run_ninja(text: str) -> None:
         raise SystemExit(TOOLS_MISSING)
     os.makedirs(BUILD, exist_ok=True)
     Path(BUILD, "build.ninja").write_text(text)
-    if subprocess.run([ninja, "-f", f"{BUILD}/build.ninja"]).returncode:
+    building, start = subprocess.Popen([ninja, "-f", f"{BUILD}/build.ninja"]), time.monotonic()
+    while building.poll() is None:
+        try:
+            building.wait(SILENCE)
+        except subprocess.TimeoutExpired:
+            say(f"compiles, {time.monotonic() - start:.0f} s so far")
+    if building.returncode:
         raise SystemExit("mpkernels: the build failed; the compiler's words are above")
 
 

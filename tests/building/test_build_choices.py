@@ -120,6 +120,21 @@ def test_each_compiler_that_runs_has_a_gigabyte(monkeypatch, available, limit, j
     assert setup.jobs_in_memory() == jobs
 
 
+def test_a_build_that_says_nothing_counts_up(tmp_path, monkeypatch, capfd):
+    """One file may take minutes, in which ninja prints nothing."""
+    (tmp_path / "ninja").write_text("#!/bin/sh\nsleep 1\nexit $(cat status)\n")
+    (tmp_path / "ninja").chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(setup, "SILENCE", 0.2)
+    monkeypatch.setattr(shutil, "which", lambda *_, **__: f"{tmp_path}/ninja")
+    Path("status").write_text("0")
+    setup.run_ninja("")
+    assert "mpkernels: compiles, 0 s so far\n" in capfd.readouterr().out
+    Path("status").write_text("1")
+    with pytest.raises(SystemExit, match="the build failed"):
+        setup.run_ninja("")
+
+
 @pytest.fixture
 def built(tmp_path, monkeypatch):
     """Build a library of two sources. Return a function that builds it again, and returns the names of the sources that
