@@ -11,7 +11,7 @@ def fingerprint(checkout: Path) -> str | None:
         return None
     digest = hashlib.sha256()
     sources = [path for path in csrc.rglob("*") if path.suffix in (".h", ".cpp", ".cu")]
-    for path in (setup, *sorted(sources)):
+    for path in (setup, checkout / "toolchain.py", *sorted(sources)):
         content = path.read_bytes()
         digest.update(f"{path.relative_to(checkout).as_posix()} {len(content)}\n".encode() + content)
     return digest.hexdigest()

@@ -24,7 +24,7 @@ from tests.quick import (  # noqa: F401
     pytest_sessionstart,
     pytest_testnodedown,
 )
-from tests.summary import TARGET, pytest_report_header, pytest_terminal_summary  # noqa: F401
+from tests.summary import TARGET, CollectionTime, count_up, pytest_report_header, pytest_terminal_summary  # noqa: F401
 from tests.targets import TARGETS, emulated_variable
 
 EXTRA = "integrations"  # in pyproject.toml
@@ -74,11 +74,15 @@ def pytest_configure(config):
         checks["gloo"] = why_no_gloo
     if "cpu-cuda" in required and not hasattr(config, "workerinput"):  # pytest prints nothing before the build
         print("tests: the CUDA kernels are compiled for the CPU now, in minutes, if they aren't yet", file=sys.stderr)
+    checked = count_up("checks and compiles the kernels", partial(print, file=sys.stderr))
     missing = {name: why for name, why_missing in checks.items() if (why := why_missing())}
+    checked.set()
     if missing:
         raise pytest.UsageError(
             "--require: " + "; ".join(f"{name} can't run here: {why}" for name, why in missing.items())
         )
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(CollectionTime(config))
 
 
 def pytest_collection_finish():

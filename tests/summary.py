@@ -1,5 +1,8 @@
-"""Prints how long the tests will take, and, after them, which kernels they have tested, and why others were skipped."""
+"""Prints how long the tests will take, what else takes long before them, and, after them, which kernels they have
+tested, and why others were skipped."""
 
+import threading
+import time
 from collections import Counter, defaultdict
 
 from tests import quick
@@ -15,6 +18,31 @@ def pytest_report_header(config):
     if config.getoption("--all"):
         return "all tests: some 40 minutes on two quiet cores; several times as long on a busy machine"
     return None
+
+
+def count_up(what, say, seconds=20):
+    """Say every so many seconds for how long ``what`` has gone on, until the event that is returned is set."""
+    ended, start = threading.Event(), time.monotonic()
+
+    def count():
+        while not ended.wait(seconds):
+            say(f"tests: {what}, {time.monotonic() - start:.0f} s so far")
+
+    threading.Thread(target=count, daemon=True).start()
+    return ended
+
+
+class CollectionTime:
+    """Counts up until the first test begins: pytest-xdist's workers say nothing while they collect."""
+
+    def __init__(self, config):
+        find = config.pluginmanager.get_plugin  # pytest makes the reporter later
+        self.ended = count_up("each process collects them", lambda text: find("terminalreporter").write_line(text))
+
+    def pytest_runtest_logstart(self):
+        self.ended.set()
+
+    pytest_sessionfinish = pytest_runtest_logstart
 
 
 def pytest_terminal_summary(terminalreporter, config):

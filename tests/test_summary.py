@@ -3,12 +3,13 @@
 import copy
 import subprocess
 import sys
+import threading
 from types import SimpleNamespace
 
 import pytest
 
 from tests import ROOT
-from tests.summary import lines_of, pytest_report_header
+from tests.summary import CollectionTime, count_up, lines_of, pytest_report_header
 
 TEST = "tests/ops/linear/test_linear_act.py"
 
@@ -46,6 +47,25 @@ def test_tests_without_a_target_have_a_line_for_each_cause_of_a_skip():
 def test_a_file_that_could_not_be_read_has_no_line():
     """pytest reports it as an error, without the properties of a test."""
     assert lines_of([("error", SimpleNamespace(longrepr="SyntaxError"))]) == []
+
+
+def test_what_takes_long_counts_up_until_it_has_ended(monkeypatch):
+    said, has_said = [], threading.Event()
+
+    def say(text):
+        said.append(text)
+        if len(said) == 2:
+            has_said.set()
+
+    ended = count_up("it lasts", say, seconds=0.01)
+    assert has_said.wait(60)
+    ended.set()
+    assert said[0] == "tests: it lasts, 0 s so far"
+    monkeypatch.setattr("tests.summary.count_up", lambda what, say: threading.Event())
+    collection = CollectionTime(SimpleNamespace(pluginmanager=SimpleNamespace(get_plugin=None)))
+    assert not collection.ended.is_set()
+    collection.pytest_runtest_logstart()
+    assert collection.ended.is_set()
 
 
 @pytest.mark.exhaustive

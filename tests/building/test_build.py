@@ -210,7 +210,7 @@ TEST = ("-m", "pytest", "-q", "tests/ops/grads/test_update_scale.py", "-k", "cpu
 @pytest.fixture(params=INSTALLS)
 def installed(request, built, tools, tmp_path):
     """A fresh clone, and a Python into which it was installed; what was compiled before is not compiled again."""
-    clone, venv = copy_checkout(tmp_path / "clone"), tmp_path / "venv"
+    clone, venv = copy_checkout(tmp_path / "mpkernels"), tmp_path / "venv"
     shutil.copytree(built.tree / "build" / "native", clone / "build" / "native")
     python("-m", "venv", "--without-pip", str(venv), cwd=tmp_path)
     [packages] = venv.glob("lib/python*/site-packages")
@@ -221,15 +221,20 @@ def installed(request, built, tools, tmp_path):
     place = (clone if request.param == "editable" else packages) / "mpkernels"
 
     def run(*words):
-        return attempt(f"{venv}/bin/python", *words, cwd=clone)
+        return attempt(f"{venv}/bin/python", *words, cwd=clone, PYTHONPATH="")
 
     return clone, place / "_native.so", run
 
 
 @pytest.mark.exhaustive
 def test_a_clone_runs_on_the_kernels_that_were_installed_from_it(installed):
-    """Python that runs in the clone's folder imports the package from there, not the installed one."""
+    """Python that runs in the clone's folder imports the package from there, not the installed one. A script beside the
+    folder imports what was installed: the folder, of the package's name, isn't the package."""
     clone, library, run = installed
+    script = clone.parent / "beside.py"
+    script.write_text("import mpkernels\nprint(mpkernels.nn, mpkernels.__file__)")
+    status, output = run("-W", "error", str(script))
+    assert (status, output.split()[-1:]) == (0, [f"{library.parent}/__init__.py"]), output
     status, output = run("-W", "error", "-m", "mpkernels", "doctor", "--json")
     assert status == 0, output
     found = json.loads(output)

@@ -1,4 +1,4 @@
-"""setup.py chooses, before it compiles, an nvcc, a C++ compiler for it, and the sources to compile."""
+"""toolchain.py chooses, before it compiles, an nvcc, a C++ compiler for it, and the sources to compile."""
 
 import os
 import shutil
@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 import setup
+import toolchain
 
 NVCC = """#!/bin/sh
 case "$*" in
@@ -26,8 +27,8 @@ def toolkits(tmp_path, monkeypatch):
     monkeypatch.delenv("CUDA_HOME", raising=False)
     monkeypatch.delenv("CUDA_PATH", raising=False)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
-    monkeypatch.setattr(setup, "TOOLKITS", tmp_path)
-    monkeypatch.setattr(setup, "driver_version", lambda: None)
+    monkeypatch.setattr(toolchain, "TOOLKITS", tmp_path)
+    monkeypatch.setattr(toolchain, "driver_version", lambda: None)
 
     def program(path, text):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -46,7 +47,7 @@ def toolkits(tmp_path, monkeypatch):
 
 
 def find():
-    return setup.find_cuda(["new-g++"])
+    return toolchain.find_cuda(["new-g++"])
 
 
 def test_it_builds_for_each_chip_that_nvcc_knows_and_ptx_for_later_ones(toolkits):
@@ -60,12 +61,12 @@ def test_it_builds_for_each_chip_that_nvcc_knows_and_ptx_for_later_ones(toolkits
 def test_a_toolkit_of_a_newer_major_version_than_the_driver_is_passed_over(toolkits, monkeypatch):
     toolkits("13.1")
     assert find().compiler == "nvcc 13.1"  # there is no driver, as where images are built
-    monkeypatch.setattr(setup, "driver_version", lambda: (12, 4))
+    monkeypatch.setattr(toolchain, "driver_version", lambda: (12, 4))
     assert "13.1, whose programs the driver that is here, made for CUDA 12.4, can't run: update" in find().left_out
     toolkits("12.9")
     assert find().compiler == "nvcc 12.9"
     assert "only on sm_75, sm_80, sm_90" in find().note
-    monkeypatch.setattr(setup, "driver_version", lambda: (12, 9))
+    monkeypatch.setattr(toolchain, "driver_version", lambda: (12, 9))
     assert find().note == ""
 
 
@@ -92,7 +93,19 @@ def test_an_nvcc_that_knows_none_of_our_chips_or_prints_nonsense_is_passed_over(
 
 def test_the_compiler_is_found_between_a_launcher_and_options(toolkits):
     toolkits("12.4")
-    assert "-ccbin new-g++ " in setup.find_cuda(["env", "new-g++", "-I", "/usr/include"]).compile
+    assert "-ccbin new-g++ " in toolchain.find_cuda(["env", "new-g++", "-I", "/usr/include"]).compile
+
+
+def test_pips_config_settings_leave_cuda_out(toolkits, monkeypatch):
+    toolkits("12.4")
+    monkeypatch.setattr(setup.build_meta, "build_editable", lambda *_: toolchain.find_cuda(["new-g++"]))
+    monkeypatch.setattr(setup.build_meta, "build_wheel", setup.build_meta.build_editable)
+    for hook in (setup.build_wheel, setup.build_editable):
+        monkeypatch.setattr(toolchain, "SETTINGS", {})
+        assert hook("wheels", None).compile
+        assert hook("wheels", {"cuda": "no"}).left_out == "--config-settings=cuda=no"
+        with pytest.raises(SystemExit, match="cuda=maybe is unknown; cuda=no leaves CUDA kernels out"):
+            hook("wheels", {"cuda": "maybe"})
 
 
 @pytest.mark.parametrize(
@@ -105,6 +118,21 @@ def test_each_compiler_that_runs_has_a_gigabyte(monkeypatch, available, limit, j
     monkeypatch.setattr(os.path, "exists", lambda path: files[path] is not None)
     monkeypatch.setattr(setup, "Path", lambda path: SimpleNamespace(read_text=lambda: files[path]))
     assert setup.jobs_in_memory() == jobs
+
+
+def test_a_build_that_says_nothing_counts_up(tmp_path, monkeypatch, capfd):
+    """One file may take minutes, in which ninja prints nothing."""
+    (tmp_path / "ninja").write_text("#!/bin/sh\nsleep 1\nexit $(cat status)\n")
+    (tmp_path / "ninja").chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(setup, "SILENCE", 0.2)
+    monkeypatch.setattr(shutil, "which", lambda *_, **__: f"{tmp_path}/ninja")
+    Path("status").write_text("0")
+    setup.run_ninja("")
+    assert "mpkernels: compiles, 0 s so far\n" in capfd.readouterr().out
+    Path("status").write_text("1")
+    with pytest.raises(SystemExit, match="the build failed"):
+        setup.run_ninja("")
 
 
 @pytest.fixture
@@ -121,7 +149,7 @@ def built(tmp_path, monkeypatch):
 
     def build(cxx="g++"):
         os.makedirs(setup.BUILD, exist_ok=True)
-        Path(setup.BUILD, "build.ninja").write_text(setup.ninja_file(cxx, setup.Cuda("none")))
+        Path(setup.BUILD, "build.ninja").write_text(setup.ninja_file(cxx, toolchain.Cuda("none")))
         output = subprocess.run(
             [ninja, "-v", "-f", f"{setup.BUILD}/build.ninja"], capture_output=True, text=True, check=True
         ).stdout

@@ -1,6 +1,7 @@
 """The package after ``import mpkernels``."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -28,7 +29,7 @@ def test_submodules_need_no_import_of_their_own():
 def test_a_folder_of_the_same_name_is_not_taken_for_the_package(tmp_path):
     """Such as the checkout itself, for a script in the folder that holds it."""
     (tmp_path / "mpkernels").mkdir()
-    command = [sys.executable, "-c", "import mpkernels.nn"]
+    command = [sys.executable, "-c", "import mpkernels; mpkernels.nn"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 
@@ -78,6 +79,38 @@ def test_kernels_that_cannot_be_loaded_are_left_out(tmp_path, monkeypatch, damag
     assert _extension.LIBRARY is None
     assert _extension.ask_driver() is None
     assert not _extension.multiplies_halves(torch.bfloat16)
+
+
+NEWEST = {"GLIBC": "2.28", "GLIBCXX": "3.4.24", "CXXABI": "1.3.11", "GCC": "7.0.0"}  # manylinux_2_28
+
+
+def numbers(version):
+    return [*map(int, version.split("."))]
+
+
+def newer_than_allowed(readelf):
+    """Return the versions in readelf's words that no library in a wheel for manylinux_2_28 may need."""
+    needed = re.findall(r"Name: ([A-Z]+)_(\S+) +Flags", readelf.partition("Version needs section")[2])
+    assert {"GLIBC", "GLIBCXX"} <= {name for name, _ in needed}
+    return [it for it in needed if not it[1][0].isdigit() or numbers(it[1]) > numbers(NEWEST[it[0]])]
+
+
+def test_what_is_newer_than_glibc_2_28_is_noticed():
+    line = "  0x0010:   Name: {}  Flags: none  Version: 18\n"
+    needs = "Version needs section\n" + "".join(map(line.format, ("GLIBC_2.28", "GLIBC_2.3.4", "GLIBCXX_3.4.24")))
+    assert newer_than_allowed(needs) == []
+    for name in ("GLIBC_2.29", "GLIBCXX_3.4.25", "CXXABI_1.3.12", "GLIBC_ABI_DT_RELR"):
+        assert newer_than_allowed(needs + line.format(name)) == [tuple(name.split("_", 1))]
+
+
+@built
+@pytest.mark.skipif(sys.platform != "linux", reason="reads ELF")
+def test_the_library_needs_no_more_than_glibc_2_28():
+    """Static cudart, ``pow`` and the headers of libstdc++ asked for more."""
+    readelf = subprocess.run(["readelf", "-VW", _extension.LIBRARY], capture_output=True, text=True, check=True).stdout
+    assert newer_than_allowed(readelf) == []
+    symbols = subprocess.run(["objdump", "-T", _extension.LIBRARY], capture_output=True, text=True, check=True).stdout
+    assert re.search(r"\(GLIBC_\S+\) pow$", symbols, re.MULTILINE)  # not without a version, which nobody would check
 
 
 WITHOUT_KERNELS = """

@@ -229,7 +229,7 @@ def checkout(tmp_path, monkeypatch):
     """Return a source, and an object that was built from it."""
     source, built = Path("csrc/grads/unscale_cuda.cu"), Path("build/native/unscale_cuda.o")
     monkeypatch.chdir(tmp_path)
-    for path in (source, Path("setup.py"), Path("csrc/common/cuda.h"), built):
+    for path in (source, *map(Path, ("setup.py", "toolchain.py", "csrc/common/cuda.h")), built):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
         os.utime(path, (10, 10 + (path == built)))
@@ -244,7 +244,7 @@ def test_an_object_of_the_last_build_is_reused(checkout):
     assert measure.built_before("nvcc", source) is None
 
 
-@pytest.mark.parametrize("changed", ["csrc/common/cuda.h", "csrc/grads/unscale_cuda.cu", "setup.py"])
+@pytest.mark.parametrize("changed", ["csrc/common/cuda.h", "csrc/grads/unscale_cuda.cu", "setup.py", "toolchain.py"])
 def test_an_object_older_than_its_sources_is_not_reused(checkout, changed):
     os.utime(changed, (12, 12))
     assert measure.built_before("nvcc -O3", checkout[0]) is None

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-import setup
+import toolchain
 from tests import ROOT
 from tests.proof import instructions
 
@@ -26,7 +26,7 @@ def test_roots_and_quotients_on_a_gpu_are_those_of_its_own(target, tmp_path):
     if target.device.type != "cuda":
         pytest.skip("a CPU has no such instructions")
     source, program = Path(__file__).with_name("unchecked.cu"), tmp_path / "unchecked"
-    compile_ = shlex.split(setup.find_cuda(setup.find_cxx()).compile)
+    compile_ = shlex.split(toolchain.find_cuda(toolchain.find_cxx()).compile)
     subprocess.run([*compile_, "-std=c++17", "-O3", f"-I{ROOT / 'csrc'}", str(source), "-o", str(program)], check=True)
     done = subprocess.run([program], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "no error, 0 differ\n")

@@ -5,6 +5,7 @@ import runpy
 import sys
 from pathlib import Path
 
+import toolchain
 from tests.proof import emulation
 
 COMPILER = "the emulation of nvcc 13.2"  # newer than torch's runtime, as drivers may be older than the toolkit
@@ -12,8 +13,8 @@ COMPILER = "the emulation of nvcc 13.2"  # newer than torch's runtime, as driver
 
 def main(includes: str, *linked: str) -> None:
     setup = runpy.run_path("setup.py", run_name="extension")
-    chips = setup["ARCHS"]  # and the virtual chip of each one's code
-    cuda = setup["Cuda"](
+    chips = toolchain.ARCHS  # and the virtual chip of each one's code
+    cuda = toolchain.Cuda(
         compiler=COMPILER,
         built_for=(*(f"sm_{chip}" for chip in chips), f"compute_{max(map(int, chips.values()))}"),
         compile=" ".join(["g++ -x c++", *emulation.FLAGS]),  # without KERNEL_FLAGS: other tests look for races
@@ -21,7 +22,7 @@ def main(includes: str, *linked: str) -> None:
         libraries=" ".join(["-Wl,-Bsymbolic", *linked]),
     )
     Path(setup["LIBRARY"]).unlink(missing_ok=True)  # ninja wouldn't notice that ``linked`` has changed
-    setup["build_library"](setup["find_cxx"](), cuda, Path("mpkernels/_native.so"))
+    setup["build_library"](toolchain.find_cxx(), cuda, Path("mpkernels/_native.so"))
 
 
 if __name__ == "__main__":

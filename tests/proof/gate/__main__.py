@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import triton
 
-import setup
+import toolchain
 from tests.proof.gate import launches, limits, loops, measure
 from tests.proof.gate.limits import Kernels, Section
 
@@ -43,7 +43,7 @@ def main() -> int:
     options = parser.parse_args()
     if triton.knobs.runtime.interpret:
         parser.error("unset TRITON_INTERPRET: interpreted kernels can't be compiled")
-    cuda = setup.find_cuda(setup.find_cxx())
+    cuda = toolchain.find_cuda(toolchain.find_cxx())
     if cuda.left_out and (options.require_cuda or options.update):
         parser.error(f"CUDA can't be left out: {cuda.left_out}")
 
@@ -66,7 +66,7 @@ def main() -> int:
     return bool(problems)
 
 
-def measure_all(cuda: setup.Cuda, chips: Sequence[str], may_reuse: bool) -> tuple[dict[str, Section], list[str]]:
+def measure_all(cuda: toolchain.Cuda, chips: Sequence[str], may_reuse: bool) -> tuple[dict[str, Section], list[str]]:
     """Return what each compiler makes of its kernels, and what went wrong. nvcc takes minutes, so objects that a build
     in this checkout has left may be reused."""
     _launched[:], problems = launches.record()
@@ -79,7 +79,7 @@ def measure_all(cuda: setup.Cuda, chips: Sequence[str], may_reuse: bool) -> tupl
         begun = []
         if cuda.compile:
             begun += [_begin(pool, it) for it in _nvcc_jobs(cuda, may_reuse)]
-            (version,) = re.findall(r"V([\d.]+)", setup.ask(shlex.split(cuda.compile)[0], "--version")[1])
+            (version,) = re.findall(r"V([\d.]+)", toolchain.ask(shlex.split(cuda.compile)[0], "--version")[1])
             sections |= {"nvcc": Section(version, {}), "loops": Section(version, {})}
         begun += [_begin(pool, _triton_job(i)) for i, it in enumerate(_launched) if it.chip in chips]
         for job, result in begun:
@@ -103,7 +103,7 @@ def _measure_launch(number: int) -> Kernels:
     return measure.triton(_launched[number])
 
 
-def _nvcc_jobs(cuda: setup.Cuda, may_reuse: bool) -> list[Job]:
+def _nvcc_jobs(cuda: toolchain.Cuda, may_reuse: bool) -> list[Job]:
     sources = sorted(Path("csrc").rglob("*_cuda.cu"))
     whole = [Job("nvcc", str(it), measure.cuda, (cuda.compile, it, may_reuse)) for it in sources]
     return whole + [Job("loops", it, loops.count, (cuda.compile, it)) for it in loops.SOURCES]

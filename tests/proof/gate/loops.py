@@ -14,7 +14,7 @@ from math import inf
 from pathlib import Path
 from typing import NamedTuple
 
-import setup
+import toolchain
 from tests.proof.gate import measure
 from tests.proof.gate.limits import Kernels, Numbers
 
@@ -89,8 +89,8 @@ class Code(NamedTuple):
 def count(command: str, source: str) -> Kernels:
     """Return what the loops of a source cost. It is compiled once more, with the line of each instruction; that changes
     no instruction."""
-    command = re.sub(r"-gencode '.*?'", "", f"{command} {setup.COMMON_FLAGS} -cubin -lineinfo")
-    command += f" -gencode arch=compute_{setup.ARCHS[CHIP]},code=sm_{CHIP}"
+    command = re.sub(r"-gencode '.*?'", "", f"{command} {toolchain.COMMON_FLAGS} -cubin -lineinfo")
+    command += f" -gencode arch=compute_{toolchain.ARCHS[CHIP]},code=sm_{CHIP}"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         measure.output(*shlex.split(command), f"csrc/{source}", "-o", cubin.name)
         compiled = {

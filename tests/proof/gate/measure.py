@@ -10,6 +10,7 @@ from triton import compile, knobs
 from triton.runtime import driver
 
 import setup
+import toolchain
 from tests.proof.gate.launches import TARGETS, Launch, NoGpu
 from tests.proof.gate.limits import BOUNDED, KEPT, Kernels, Numbers
 
@@ -35,7 +36,7 @@ def cuda(command: str, source: Path, may_reuse: bool) -> Kernels:
         built = built_before(command, source) if may_reuse else None
         if built is None:
             built = Path(scratch, f"{source.stem}.o")
-            output(*shlex.split(f"{command} {setup.COMMON_FLAGS}"), "-c", str(source), "-o", str(built))
+            output(*shlex.split(f"{command} {toolchain.COMMON_FLAGS}"), "-c", str(source), "-o", str(built))
         output(knobs.nvidia.cuobjdump.path, "-xelf", "all", str(built.resolve()), cwd=scratch)
         for cubin in Path(scratch).glob("*.cubin"):
             chip = cubin.suffixes[-2][1:]  # unscale_cuda.1.sm_80.cubin
@@ -50,7 +51,7 @@ def built_before(command: str, source: Path) -> Path | None:
     if not (built.exists() and plan.exists()):
         return None
     is_by_command = f"build {built}: compile {source} | {built}.by\n  compile = {command}\n" in plan.read_text()
-    changed = max(it.stat().st_mtime for it in (Path("setup.py"), *Path("csrc").rglob("*.*")))
+    changed = max(it.stat().st_mtime for it in (*map(Path, ("setup.py", "toolchain.py")), *Path("csrc").rglob("*.*")))
     return built if is_by_command and built.stat().st_mtime > changed else None
 
 
