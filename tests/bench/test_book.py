@@ -268,6 +268,6 @@ def test_the_table_of_machines_shows_one_thread_beside_all():
 
 def test_the_minutes_that_readme_and_the_tests_promise_are_those_that_were_measured():
     (took,) = map(readme_minutes.minutes, (ROOT / "benchmarks" / "results" / "readme").iterdir())
-    pattern = r"the build takes (\d+) minutes where it finds `nvcc`.*, the\s+demo (\d+) and the\s+tests (\d+)"
+    pattern = r"the build takes (\d+) minutes where it finds `nvcc`.*, the\s+demo (\d+) and\s+the\s+tests (\d+)"
     assert [*map(int, re.search(pattern, (ROOT / "README.md").read_text()).groups())] == [*took.values()]
     assert f"some {took['tests']} minutes" in (ROOT / "tests" / "summary.py").read_text()
