@@ -45,12 +45,12 @@ def lines(found: Found | None) -> Iterator[str]:
         return
     ours, theirs = found.kept[OURS[1]], found.kept[TORCH]
     yield f"* **{ours:.2f} bytes a parameter** for weight, grad and AdamW's state, where torch takes {theirs:g}."
-    yield "  bf16 weights with exact fp32 masters and 8-bit moments, beside fp32 weights and moments."
+    yield "  bf16 weights, 2 bytes more for exact fp32 masters, 8-bit moments; torch's weights and moments are fp32."
     times = {sides[1]: found.steps[sides].ratio.median for sides in BESIDE if sides in found.steps}
-    others = ", ".join(f"{RIVALS[it].partition(',')[0]} {times[it]:.1f}" for it in times if it != TORCH)
-    yield f"* **{times[TORCH]:.2f} times as fast** as torch's fused AdamW over fp32: these weights clipped and stepped."
+    others = ", ".join(f"{times[it]:.1f} times {RIVALS[it].partition(',')[0]}" for it in times if it != TORCH)
+    yield f"* **{times[TORCH]:.2f} times as fast**: clip and step of these, beside torch's fused AdamW over fp32 weights."
     where = f"One tensor of 50 million, {found.device} ({_source(found.of_steps)})"
-    yield f"  {where}. Beside others, in their dtypes: {others}."
+    yield f"  {where}. In the others' dtypes, ours reaches {others} speed."
     training = found.training
     peak = training.counts["ours"]["peak memory"] / training.counts["theirs"]["peak memory"]
     model, _, batch = training.case.rpartition("-")
