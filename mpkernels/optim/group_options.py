@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mpkernels._shared.dtypes import dtype_of
 from mpkernels._shared.parameters import refuse_sparse, refuse_unserved
+from mpkernels.distributed.parts import parts_of
 from mpkernels.optim.masters import KEYS, needs_master
 
 GROUP_OPTIONS = ("master", "state_dtype")
@@ -85,6 +86,17 @@ def refuse_twice(name: str, params: Sequence[Tensor]) -> None:
             raise ValueError(f"{name}: params[{i}] of shape {shape} must be given once, got it as params[{first}], too")
 
 
+def refuse_quantised(name: str, params: Sequence[Tensor]) -> None:
+    """Raise for TransformerEngine's quantised weights: each step would round its result to 8 bits."""
+    for i, part in enumerate(() if torch.compiler.is_compiling() else parts_of(params)):
+        if type(part).__module__.startswith("transformer_engine"):
+            raise TypeError(
+                f"{name}: params[{i}] must be in 16 or 32 bits, got TransformerEngine's {type(part).__name__}, which "
+                "rounds each step's result to 8 bits or fewer; make the model without quantized_model_init and "
+                "fp8_model_init, or train it by TransformerEngine's FusedAdam(master_weights=True)"
+            )
+
+
 def complete(optimizer: Any, group: dict[str, Any]) -> None:
     """Fill in the optimizer's value for each of our options that the group doesn't set."""
     for key in GROUP_OPTIONS:
@@ -109,6 +121,7 @@ def check_group(optimizer: Any, group: dict[str, Any]) -> None:
         if like := get_close_matches(str(key).lower(), ours, cutoff=0.8):
             raise ValueError(f"{name}: a group has no option {key!r}; did you mean {like[0]!r}?")
     check_numbers_of(optimizer, group)
+    refuse_quantised(name, group["params"])
     if group["master"] not in KEYS:
         raise ValueError(f"{name}: master must be 'split' or 'fp32', got {group['master']!r}")
     if group["state_dtype"] not in _STATE_DTYPES:

@@ -12,9 +12,13 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
+from mpkernels._shared.parameters import refuse_unserved
 from mpkernels._torch_private.sharded import is_fsdp1s
 from mpkernels._torch_private.tensors import storage_of
+from mpkernels.distributed.parts import parts_of
 from mpkernels.optim.engine import Engine
+from mpkernels.optim.group_options import refuse_quantised
+from mpkernels.optim.masters import needs_master
 
 
 def check(optimizer: Any) -> None:
@@ -46,6 +50,10 @@ def check_group(group: dict[str, Any]) -> None:
     for key in ("differentiable", "gradient_release"):  # torch's, and optimi's for a step in the backward
         if group.get(key):
             raise ValueError(f"Masters: optimizer must have {key}=False, got {group[key]!r}")
+    params = parts_of(group["params"])
+    refuse_quantised("Masters", params)
+    if any(map(needs_master, params)):
+        refuse_unserved("Masters", "params", params)  # such a tensor's memory can't be exchanged for fp32
     if any(map(is_fsdp1s, group["params"])):
         raise ValueError("Masters: params must not be FullyShardedDataParallel's; shard the model by fully_shard")
 

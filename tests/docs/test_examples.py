@@ -14,6 +14,7 @@ from tests import ROOT
 
 EXAMPLES = ROOT / "examples"
 NEEDS = {
+    "diffusers_dit": ["diffusers", "transformers"],
     "huggingface_trainer": ["transformers", "accelerate"],
     "huggingface_trl": ["trl"],
     "fuse_gpt2": ["transformers"],
@@ -56,7 +57,19 @@ def torchtitan_saves_remainders_by_name(text):
     assert "state.0.weight.remainder" in text
 
 
+def masters_learn_as_fp32_weights_and_random_rounding_as_adafactor(text):
+    found = re.findall(r"([\d.]+) bytes a parameter  loss ([\d.]+)$", text, re.MULTILINE)
+    (sizes, losses) = zip(*((float(size), float(loss)) for size, loss in found), strict=True)
+    assert sizes[:4] == pytest.approx((16, 8, 6 + 1 / 32, sizes[4] + 6), abs=0.02)
+    assert 2 < sizes[4] < 2.5  # such small matrices have large sums of rows and columns
+    fp32, alone, ours, adafactor, rounded = losses
+    assert abs(ours - fp32) < 0.02 * fp32
+    assert abs(rounded - adafactor) < 0.02 * adafactor
+    assert alone > 1.1 * fp32
+
+
 SHOWS = {
+    "diffusers_dit": masters_learn_as_fp32_weights_and_random_rounding_as_adafactor,
     "ddp": both_ranks_end_alike,
     "fsdp2_fp16": both_ranks_skip_once,
     "huggingface_trl": bf16_weights_have_remainders,

@@ -184,7 +184,12 @@ def test_a_model_is_left_alone(name):
     want = net(**TEXT)[0]
     report = fuse(net)
     assert report.fused == []
-    assert report.left
+    says = (
+        "is no activation that mpkernels knows"
+        if name == "clip"
+        else "stacks the weights of several layers, such as experts"
+    )
+    assert [site.reason for site in report.left if says not in site.reason] == []
     assert {it: type(it) for it in net.modules()} == classes
     assert_close(net(**TEXT)[0], want, rtol=0, atol=0)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.testing._internal import common_optimizers
 
-from mpkernels.optim import SGD, Adam, AdamW
+from mpkernels.optim import SGD, Adam, AdamW, Masters
 from tests.networks import B16, F16, network
 from tests.optim.optimizers import each_optimizer
 
@@ -80,3 +80,32 @@ def test_sparse_grads_are_refused(line, dense_steps, guard):
     says = says if name.startswith("Adam") else f"{name} does not support sparse gradients"
     with pytest.raises(RuntimeError, match=f"^{says}$"):
         optimizer.step()
+
+
+class Float8Tensor(torch.Tensor):
+    """What a weight of TransformerEngine's is like under quantized_model_init: it says that it has 16 or 32 bits."""
+
+    __module__ = "transformer_engine.pytorch.tensor.float8_tensor"
+
+    @staticmethod
+    def __new__(cls, dtype):
+        return torch.Tensor._make_wrapper_subclass(cls, (4, 4), dtype=dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, op, types, args=(), kwargs=None):
+        return cls(args[0].dtype)
+
+
+@each_optimizer
+@pytest.mark.parametrize("dtype", [torch.float32, B16])
+def test_transformer_engines_quantised_weights_are_refused(line, dtype):
+    """A step's result would be rounded to 8 bits, and small steps be lost without a word."""
+    params, bad = [torch.ones(4, 4, requires_grad=True)], torch.nn.Parameter(Float8Tensor(dtype))
+    says = r"params\[1\] must be in 16 or 32 bits, got TransformerEngine's Float8Tensor, which rounds .* FusedAdam"
+    for make in (line.ours, lambda it: Masters(line.theirs(it))):
+        with pytest.raises(TypeError, match=says):
+            make([*params, bad])
+    optimizer = line.ours(params)
+    with pytest.raises(TypeError, match=says.replace("[1", "[0")):
+        optimizer.add_param_group({"params": [bad]})
+    assert [group["params"] for group in optimizer.param_groups] == [params]

@@ -31,6 +31,9 @@ from mpkernels.nn.fusing.rewrite import NotRewritableError, sites_of
 from mpkernels.nn.fusing.safe_lookup import UNSEEN, attribute_of, has_plain_attributes, own_values
 from mpkernels.nn.fusing.sites import Site, partition
 
+_NO_SITE = "its forward applies no activation to the output of a linear layer in a form that fuse knows"
+_STACKED = "it stacks the weights of several layers, such as experts, in one tensor, and mpkernels has no op for these"
+
 
 class Decision(NamedTuple):
     recipe: Recipe
@@ -51,8 +54,9 @@ def decide(module: Module, kind: type) -> Decision:
     except NotRewritableError as error:
         decision = Decision((), [], [(_holds_both(module), f"its forward {error}")])
     if not (decision.recipe or decision.left):
-        reason = "its forward applies no activation to the output of a linear layer in a form that fuse knows"
-        decision = decision._replace(left=[(_holds_both(module), reason)])
+        own = books_of(own_values(module))[0].values()
+        stacks = any(it is not None and it.ndim == 3 and len(it) > 1 for it in own)
+        decision = decision._replace(left=[(_holds_both(module), _STACKED if stacks else _NO_SITE)])
     return decision._replace(left=[(text, reason) for text, reason in decision.left if text])
 
 
