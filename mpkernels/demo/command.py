@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from mpkernels.bench.steps import compare_steps, fused
 from mpkernels.demo import picture
 from mpkernels.demo.training import BF16, FP32, OURS, OURS_8_BIT, SIZES, WAYS, Training, Way, sources
 
+SILENCE = 20  # seconds, after which a training says that it goes on
 SECONDS_OF_STEPS = 3.0  # that each comparison of the optimizers' steps takes
 
 
@@ -72,7 +74,7 @@ def _compare(device: torch.device, steps: int, out: Path) -> None:
 
 
 def train(trainings: Sequence[Training], steps: int) -> None:
-    overflow = int(0.6 * steps)
+    overflow, spoke = int(0.6 * steps), perf_counter()
     for step in range(steps):
         for training in trainings:
             training.step(step, overflows=step == overflow)
@@ -84,6 +86,10 @@ def train(trainings: Sequence[Training], steps: int) -> None:
                 training.evaluate(step + 1)
             losses = ", ".join(f"{it.way.name} {it.losses[step + 1]:.3f}" for it in trainings)
             print(f"step {step + 1}, held-out losses: {losses}", flush=True)
+            spoke = perf_counter()
+        elif perf_counter() - spoke > SILENCE:
+            print(f"step {step + 1}", flush=True)
+            spoke = perf_counter()
 
 
 def time_steps(model: torch.nn.Module, way: Way, theirs: Way, seconds: float) -> Samples:

@@ -122,6 +122,13 @@ def test_an_overflow_costs_each_way_one_step(tiny, way):
     assert training.scales[-1] == training.scales[-2] / 2
 
 
+def test_a_training_that_takes_long_says_at_which_step_it_is(tiny, monkeypatch, capsys):
+    monkeypatch.setattr(command, "SILENCE", 0)
+    command.train([Training(OURS, tiny, 30)], 30)
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    assert [int(re.match(r"step (\d+)", line)[1]) for line in said] == [*range(1, 31)]
+
+
 def test_steps_of_the_models_parameters_are_timed_in_turns(monkeypatch):
     made = []
     monkeypatch.setattr(steps, "our_step", lambda params, device, **options: made.append((params, options)) or NOTHING)
