@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -67,6 +66,7 @@ class StreamedPlan(Plan):
         slots.fit([size for _, size in spans])
         self._buckets = [self._bucket(rows, span, slots.memory[i % slots.COUNT]) for i, (span, _) in enumerate(spans)]
         self._cut = {span.first: tuple(self._parts[span.first].shape) for span, _ in spans if span.end is not None}
+        self._on_host = [part_of(it) for block in self._blocks for it in block.state.values()]
         self._addresses = self._addresses_now()
         self._strides = [real(part).stride() for part in self._parts]
         self._rehearsed: list[Any] = []  # kinds of arguments
@@ -103,7 +103,7 @@ class StreamedPlan(Plan):
 
     def _addresses_now(self) -> list[int]:
         cut = parts_of([self._wholes[i] for i in self._cut])
-        return [*map(Tensor.data_ptr, cut), *chain.from_iterable(block.addresses() for block in self._blocks)]
+        return list(map(Tensor.data_ptr, [*cut, *self._on_host]))
 
     def step(
         self, grads: list[Any], verdict: Verdict, max_norm: float | None = None, skipped_steps: Tensor | None = None
