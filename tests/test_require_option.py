@@ -6,7 +6,8 @@ import pytest
 
 from tests import conftest, libraries
 
-CONFIG = SimpleNamespace(getoption=lambda _: "integrations")
+PLUGINS = SimpleNamespace(register=lambda plugin: None)
+CONFIG = SimpleNamespace(getoption=lambda _: "integrations", pluginmanager=PLUGINS)
 
 
 def test_a_library_that_is_missing_ends_the_run(monkeypatch):
