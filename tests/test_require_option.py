@@ -6,7 +6,7 @@ import pytest
 
 from tests import conftest, libraries
 
-PLUGINS = SimpleNamespace(register=lambda plugin: None)
+PLUGINS = SimpleNamespace(register=lambda plugin: None, get_plugin=lambda name: None)
 CONFIG = SimpleNamespace(getoption=lambda _: "integrations", pluginmanager=PLUGINS)
 
 
