@@ -76,16 +76,11 @@ class Engine(SkippingOptimizer):
         """The states. Reading this waits for those that are on their way to the host."""
         if self._offload is not None:
             self._offload.wait()
-        return self._states
+        return vars(self)["state"]
 
     @state.setter
     def state(self, states: Any) -> None:
         vars(self)["state"] = states
-
-    @property
-    def _states(self) -> Any:
-        """The states, which may still be on their way."""
-        return vars(self)["state"]
 
     def _start_afresh(self) -> None:
         """Forget everything that was derived from the parameters and their states."""
@@ -171,10 +166,10 @@ class Engine(SkippingOptimizer):
             return self._new_plans(params, grads), grads
         # One plan's kernels check all parameters before they step any; several plans can't wait for each other.
         moved = [plan.has_moved if len(self._plans) > 1 else plan.first_has_moved for plan in self._plans]
-        known = self._foundations
-        if known is None or any(moved) or not known.hold(self.param_groups, params, grads, self._states):
+        known, states = self._foundations, vars(self)["state"]  # which may still be on their way to the host
+        if known is None or any(moved) or not known.hold(self.param_groups, params, grads, states):
             self._plans = self._new_plans(params, grads)
-            self._foundations = Foundations(self._rule, self.param_groups, params, grads, self._states)
+            self._foundations = Foundations(self._rule, self.param_groups, params, grads, states)
         return self._plans, grads
 
     def _new_plans(self, params: list[Tensor], grads: list[Tensor | None]) -> list[Plan]:
@@ -188,7 +183,8 @@ class Engine(SkippingOptimizer):
         places = [i for i, grad in enumerate(grads) if grad is not None]
         for i in places:
             self._state_of(params[i], grads[i], group_of[i])
-        rows = [(group, param, self._states.get(param, {})) for group, param in zip(group_of, params, strict=True)]
+        states = vars(self)["state"]
+        rows = [(group, param, states.get(param, {})) for group, param in zip(group_of, params, strict=True)]
         if self._offload is not None and any(params[i].is_cuda for i in places):
             return self._offload.plans(self, params, rows, places, grads)
         parts = self._agreement.parts
@@ -197,14 +193,15 @@ class Engine(SkippingOptimizer):
 
     def _state_of(self, param: Tensor, grad: Tensor | None, group: dict[str, Any]) -> dict[str, Tensor]:
         refuse_sparse(type(self).__name__, grad)
-        known = self._states.get(param, {})
+        states = vars(self)["state"]
+        known = states.get(param, {})
         if self._offload is not None and self._offload.is_ready(self, param, known, group):
             return known  # type: ignore[no-any-return]
         with offloading.home_of(self, param) as home:
             known = offloading.beside(home, known)
             state = param_state.for_step(self._rule, type(self).__name__, home, known, group)
         if state:
-            self._states[param] = state
+            states[param] = state
         return state
 
     def state_dict(self) -> dict[str, Any]:
