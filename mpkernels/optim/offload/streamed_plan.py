@@ -99,7 +99,10 @@ class StreamedPlan(Plan):
         """Tell whether a parameter has moved, or one that is cut, or a state, has got other memory."""
         return super().has_moved or self._addresses != self._addresses_now()
 
-    first_has_moved = has_moved  # buckets can't wait for each other
+    @property
+    def first_has_moved(self) -> bool:
+        """Tell the same of the first parameter, and of all states. Another that has moved is noticed in a rehearsal."""
+        return super().first_has_moved or self._addresses != self._addresses_now()
 
     def _addresses_now(self) -> list[int]:
         cut = parts_of([self._wholes[i] for i in self._cut])
