@@ -30,7 +30,7 @@ std::list<Expected> expected;  // in the order of calls
 template <class Found>
 void for_overlaps(std::list<Expected>::iterator from, const void* at, size_t bytes, Found found) {
   for (; from != expected.end(); ++from) {
-    const char *const begin = std::max<const char*>(static_cast<const char*>(at), from->at);
+    const char* const begin = std::max<const char*>(static_cast<const char*>(at), from->at);
     const char* const end = std::min<const char*>(static_cast<const char*>(at) + bytes, from->at + from->truth.size());
     if (begin < end) found(*from, begin, end - begin);
   }
