@@ -30,7 +30,7 @@ def a_second(result: Result, amount: int) -> float:
 def speed(result: Result) -> str:
     if result.moved:
         return f"{a_second(result, result.moved) / 1e9:.1f} GB/s"
-    return f"{a_second(result, result.flops) / 1e12:.3g} TFLOP/s"
+    return f"{a_second(result, result.flops) / 1e12:.3g} TFLOP/s" if result.flops else ""
 
 
 def share(result: Result, session: Session) -> str:

@@ -22,6 +22,7 @@ ROWS = {
     "clipping and step without a scaler: `Adam(max_norm=...)`": "step adam vs torch fused",
     "likewise `SGD(momentum=0.9, max_norm=...)`": "step sgd-momentum vs torch fused",
     "likewise `Lion(max_norm=...)`, beside torch-optimi's": "step lion vs torch-optimi",
+    "likewise `Muon(max_norm=...)`, beside torch.optim.Muon": "step muon vs torch Muon",
     "a training step with bf16 weights, beside torch.amp with fused AdamW": "train split-master vs torch.amp fused",
     "the same with fp32 weights under autocast, as torch.amp has them": "train vs torch.amp fused",
     "a linear layer and its activation under autocast": "linear_act vs torch.amp eager",
@@ -83,6 +84,7 @@ def _ratio(found: list[Result]) -> str:
 
 ONE = adamw_beside_others.SIZES[0].name  # one large tensor: bytes decide, and not the host
 SHORT = {  # names for CPUs of which virtual machines tell family and model alone
+    "AMD EPYC, family 23 model 1": "AMD Zen 1",
     "AMD EPYC, family 25 model 1": "AMD Zen 3",
     "AMD EPYC, family 25 model 17": "AMD Zen 4",
     "AMD EPYC, family 26 model 2": "AMD Zen 5",
