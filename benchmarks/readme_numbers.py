@@ -12,18 +12,18 @@ from benchmarks.formatting import table
 from benchmarks.raw_samples import Session
 from mpkernels.bench.results import Result
 
-STEP = "the optimizer's step, with unscaling and clipping, beside torch's fused AdamW"
+STEP = "the optimizer's step, with unscaling and clipping, over 16 bits or fp32; torch's fused AdamW over fp32"
 ROWS = {
     STEP: "step vs torch.amp fused",
-    "the same with 8-bit moments": "step moments-8bit vs torch.amp fused",
-    "clipping and step without a scaler: `AdamW(max_norm=...)`": "step vs torch fused",
-    "the same calls, only the imports changed": "step imports vs torch fused",
+    "the same with 8-bit moments, over bf16": "step moments-8bit vs torch.amp fused",
+    "clip and step without a scaler: `AdamW(max_norm=...)` over bf16 or fp32; torch's over fp32": "step vs torch fused",
+    "the same calls, only the imports changed, both over fp32": "step imports vs torch fused",
     "the same where each step clips": "step imports-clipping vs torch fused",
-    "clipping and step without a scaler: `Adam(max_norm=...)`": "step adam vs torch fused",
+    "clip and step without a scaler, both over fp32: `Adam(max_norm=...)`": "step adam vs torch fused",
     "likewise `SGD(momentum=0.9, max_norm=...)`": "step sgd-momentum vs torch fused",
     "likewise `Lion(max_norm=...)`, beside torch-optimi's": "step lion vs torch-optimi",
-    "likewise `Muon(max_norm=...)`, beside torch.optim.Muon": "step muon vs torch Muon",
-    "a training step with bf16 weights, beside torch.amp with fused AdamW": "train split-master vs torch.amp fused",
+    "`Muon(max_norm=...)` over bf16 or fp32, beside torch.optim.Muon over fp32": "step muon vs torch Muon",
+    "a training step with bf16 weights, beside torch.amp over fp32, fused AdamW": "train split-master vs torch.amp fused",
     "the same with fp32 weights under autocast, as torch.amp has them": "train vs torch.amp fused",
     "a linear layer and its activation under autocast": "linear_act vs torch.amp eager",
     "the norm of all grads, and whether they are finite": "grad_stats vs torch",
