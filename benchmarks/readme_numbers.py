@@ -23,7 +23,7 @@ ROWS = {
     "likewise `SGD(momentum=0.9, max_norm=...)`": "step sgd-momentum vs torch fused",
     "likewise `Lion(max_norm=...)`, beside torch-optimi's": "step lion vs torch-optimi",
     "`Muon(max_norm=...)` over bf16 or fp32, beside torch.optim.Muon over fp32": "step muon vs torch Muon",
-    "a training step with bf16 weights, beside torch.amp over fp32, fused AdamW": "train split-master vs torch.amp fused",
+    "a training step over bf16; torch.amp's over fp32 with fused AdamW": "train split-master vs torch.amp fused",
     "the same with fp32 weights under autocast, as torch.amp has them": "train vs torch.amp fused",
     "a linear layer and its activation under autocast": "linear_act vs torch.amp eager",
     "the norm of all grads, and whether they are finite": "grad_stats vs torch",
